@@ -1,0 +1,372 @@
+"""From a checked configuration to the parts of a run: tokenizer, prompts, model, mesh, engine, compiled functions, first state.
+
+Left out on purpose: the loop (see `trainer`) and anything that changes after the first step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl_llm import learner, sharding, summary, tokenizer
+from jaxrl_llm.checks import MeshShape, mesh_shape
+from jaxrl_llm.config import Config, needs_critic, needs_reference
+from jaxrl_llm.console import start_table
+from jaxrl_llm.data import PromptSet, PromptStream, build_prompts, load_rows, make_stream, shared_rows
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.knobs import DataKnobs, OptimKnobs
+from jaxrl_llm.models import families, gguf, heads, transformer, weights
+from jaxrl_llm.packing import buckets
+from jaxrl_llm.paths import is_gguf, resolve_model_path
+from jaxrl_llm.records import Counters, ModelState, Params, TrainState
+from jaxrl_llm.rollout.engine import Engine, make_engine
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One trained network: how it runs, its optimizer, where its parameters lie, its compiled update."""
+
+    network: learner.Network
+    path: str
+    optimizer: optax.GradientTransformation
+    shardings: Params
+    abstract: Params
+    update: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything a run keeps besides its `TrainState`; nothing in here changes while it trains."""
+
+    config: Config
+    tokenizer: tokenizer.Tokenizer
+    train: PromptSet
+    val: PromptSet | None
+    stream: PromptStream
+    mesh: Mesh
+    rollout_mesh: Mesh
+    rollout_shardings: Params
+    engine: Engine
+    actor: Trained
+    critic: Trained | None
+    reference: Params | None
+    score: Callable[..., learner.Scores]
+    score_reference: Callable[..., learner.Scores]
+    values: Callable[..., jax.Array] | None
+    prepare: Callable[..., Any]
+    response_buckets: tuple[int, ...]
+    temperature: float
+    old_logprobs_needed: bool
+    total_steps: int
+    fingerprint: dict[str, str]
+
+
+def open_model(path: str) -> tuple[families.ModelConfig, weights.TensorSource]:
+    """The model description and the tensors behind `model.path`: a GGUF file or a Hugging Face folder."""
+    place = resolve_model_path(path)
+    if is_gguf(place):
+        source = gguf.open_gguf(place)
+        return families.from_hf(source.hf_config), source
+    return families.from_hf(weights.load_config(place)), weights.open_safetensors(place)
+
+
+def compute_dtype(name: str) -> Any:
+    """`auto` is float32 on CPU and bfloat16 on accelerators."""
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def load_prompts(
+    config: Config, files: tuple[str, ...], limit: int | None, reader: tokenizer.Tokenizer, vocabulary: int, say: Say, what: str
+) -> PromptSet:
+    """Read, render and measure prompts, and say what was left out."""
+    knobs: DataKnobs = config.data
+    rows = load_rows(
+        files,
+        bad_rows=knobs.bad_rows,
+        max_bad_rows_share=knobs.max_bad_rows_share,
+        exclude_ids=knobs.exclude_ids,
+        max_samples=limit,
+    )
+    for note in rows.notes:
+        say(note)
+    prompts = build_prompts(rows, reader, knobs, vocab_size=vocabulary)
+    left_out = {
+        "longer than the limit, dropped": prompts.filtered,
+        "longer than the limit, cut": prompts.truncated,
+        "broken, skipped": prompts.skipped,
+        "excluded": rows.excluded,
+    }
+    details = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    say(f"{what}: {len(prompts.prompts):,} prompts" + (f" ({details})" if details else ""))
+    return prompts
+
+
+def scoring_temperature(config: Config) -> float:
+    """The temperature of every log-prob: the sampler's, and 1 for greedy rollouts."""
+    return config.rollout.temperature if config.rollout.do_sample else 1.0
+
+
+def _trained(
+    config: Config,
+    mesh: Mesh,
+    path: str,
+    opened: tuple[families.ModelConfig, Any],
+    *,
+    optim: OptimKnobs,
+    plan: learner.Plan,
+    total_steps: int,
+    remat: bool,
+    critic: bool,
+    on_policy: bool,
+) -> Trained:
+    model = opened[0]
+    dims = families.param_dims(model)
+    abstract = transformer.abstract_params(model)
+    shardings = sharding.param_shardings(mesh, dims, abstract)
+    if critic:
+        shardings = {"trunk": shardings, "value_head": {"kernel": sharding.replicated(mesh)}}
+        head = jax.ShapeDtypeStruct((model.width,), jnp.float32)
+        abstract = {"trunk": abstract, "value_head": {"kernel": head}}
+    network = learner.Network(model, mesh, compute_dtype(config.model.compute_dtype), remat)
+    schedule = learner.make_schedule(optim, total_steps * plan.optimizer_steps)
+    optimizer = learner.make_optimizer(optim, schedule)
+    if critic:
+        loss_fn = learner.make_critic_loss(network, config.critic)
+    else:
+        loss_fn = learner.make_actor_loss(network, config.actor, scoring_temperature(config), on_policy)
+    update = learner.make_update(loss_fn, optimizer, schedule, plan, mesh)
+    return Trained(network, path, optimizer, shardings, abstract, update)
+
+
+def slots_for(config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, say: Say) -> int | None:
+    """Sequences decoded at once: the setting, or what the device memory leaves after the weights; `None` is the whole batch."""
+    if config.rollout.max_num_seqs is not None:
+        return config.rollout.max_num_seqs
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if limit is None:
+        return None
+    columns = config.data.max_prompt_length + config.data.max_response_length
+    tensor = mesh.shape["tensor"]
+    per_sequence = 2 * model.num_layers * columns * model.num_kv_heads * model.head_size * dtype.itemsize
+    weights_bytes = 4 * families.parameter_count(model) // tensor
+    room = limit * config.rollout.gpu_memory_utilization - weights_bytes
+    per_shard = int(room // (per_sequence / tensor))
+    if per_shard < config.rollout.n:
+        raise ConfigError(
+            f"rollout: {room / 2**30:.1f} GiB of a device are left for key/value caches, but one group of {config.rollout.n} needs "
+            f"{config.rollout.n * per_sequence / tensor / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
+            "tensor_model_parallel_size, or shorten the responses"
+        )
+    slots = per_shard * sharding.shards(mesh)
+    say(f"rollout.max_num_seqs: {slots:,} sequences fit the memory that gpu_memory_utilization leaves")
+    return slots
+
+
+def build(config: Config, say: Say) -> Parts:
+    """Open and compile-ready everything; reads the tokenizer, the prompts and the weights' headers, but no weights of trained
+    networks yet."""
+    shape = mesh_shape(config, jax.device_count())
+    mesh = sharding.make_mesh(shape)
+    tensor = config.rollout.tensor_model_parallel_size
+    decode_shape = MeshShape(jax.device_count() // tensor, 1, tensor)
+    opened = open_model(config.model.path)
+    model = opened[0]
+    reader = tokenizer.load(
+        config.model.tokenizer_path or config.model.path, extra_stop_ids=config.rollout.stop_token_ids
+    )
+    train = load_prompts(
+        config, config.data.train_files, config.data.train_max_samples, reader, model.vocab_size, say, "training"
+    )
+    val = None
+    if config.data.val_files:
+        val = load_prompts(
+            config, config.data.val_files, config.data.val_max_samples, reader, model.vocab_size, say, "validation"
+        )
+        if shared := shared_rows(train, val):
+            say(f"warning: {shared} validation prompts are training prompts too; held-out accuracy will flatter")
+    stream = make_stream(
+        len(train.prompts),
+        batch_size=config.data.train_batch_size,
+        shuffle=config.data.shuffle,
+        seed=config.data.seed or 0,
+        num_workers=config.data.num_workers,
+    )
+    total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
+    parameters = families.parameter_count(model)
+    lines = summary.start_lines(
+        config, shape, steps_per_epoch=stream.steps_per_epoch, total_steps=total, parameters=parameters
+    )
+    say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
+    plan = learner.Plan(
+        prompts=config.data.train_batch_size,
+        group=config.rollout.n,
+        epochs=config.actor.ppo_epochs,
+        mini_prompts=config.actor.ppo_mini_batch_size,
+        micro_rows=config.actor.ppo_micro_batch_size_per_device,
+        shuffle=config.actor.shuffle,
+    )
+    several = plan.optimizer_steps > 1
+    actor = _trained(
+        config, mesh, config.model.path, opened, optim=config.actor.optim, plan=plan, total_steps=total,
+        remat=config.model.enable_gradient_checkpointing, critic=False, on_policy=not several,
+    )  # fmt: skip
+    critic = _critic(config, mesh, opened, plan, total) if needs_critic(config) else None
+    dtype = actor.network.dtype
+    decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
+    reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
+    fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
+    return Parts(
+        config=config,
+        tokenizer=reader,
+        train=train,
+        val=val,
+        stream=stream,
+        mesh=mesh,
+        rollout_mesh=decode_mesh,
+        rollout_shardings=sharding.param_shardings(decode_mesh, families.param_dims(model), actor.abstract),
+        engine=make_engine(
+            model,
+            decode_mesh,
+            dtype=dtype,
+            stop_ids=() if config.rollout.ignore_eos else reader.stop_ids,
+            decode_text=reader.decode,
+            stop_texts=config.rollout.stop,
+            chunk=config.rollout.decode_chunk,
+            max_num_seqs=slots_for(config, model, dtype, decode_mesh, say),
+            prompt_length=config.data.max_prompt_length,
+            response_length=config.data.max_response_length,
+        ),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+        score=learner.make_score(actor.network, config.rollout.log_prob_micro_batch_size_per_device),
+        score_reference=learner.make_score(actor.network, config.ref.log_prob_micro_batch_size_per_device),
+        values=learner.make_values(critic.network, config.critic.ppo_micro_batch_size_per_device) if critic else None,
+        prepare=learner.make_advantages(
+            config.algorithm,
+            prompts=config.data.train_batch_size,
+            kl_loss_type=config.actor.kl_loss_type if config.actor.use_kl_loss else None,
+        ),
+        response_buckets=buckets(config.data.max_response_length),
+        temperature=scoring_temperature(config),
+        old_logprobs_needed=several or config.algorithm.use_kl_in_reward,
+        total_steps=total,
+        fingerprint=fingerprint,
+    )
+
+
+def _critic(
+    config: Config, mesh: Mesh, opened: tuple[families.ModelConfig, Any], plan: learner.Plan, total: int
+) -> Trained:
+    knobs = config.critic
+    path = knobs.path or config.model.path
+    if path != config.model.path:
+        opened = open_model(path)
+    plan = replace(
+        plan,
+        epochs=knobs.ppo_epochs or plan.epochs,
+        mini_prompts=knobs.ppo_mini_batch_size or plan.mini_prompts,
+        micro_rows=knobs.ppo_micro_batch_size_per_device,
+    )
+    return _trained(
+        config, mesh, path, opened, optim=knobs.optim, plan=plan, total_steps=total,
+        remat=bool(knobs.enable_gradient_checkpointing), critic=True, on_policy=False,
+    )  # fmt: skip
+
+
+def _reference(config: Config, actor: Trained, say: Say) -> tuple[Params, str]:
+    """The frozen reference and a digest of it; in host memory with `ref.param_offload`."""
+    from jaxrl_llm.checkpoint import tree_digests
+
+    path = config.ref.path or config.model.path
+    model, source = open_model(path)
+    if model != actor.network.config:
+        raise ConfigError(
+            f"ref.path: the reference in {path} is another architecture than the policy in {actor.path}; need the same"
+        )
+    params = weights.load_params(source, model, shardings=actor.shardings)
+    digest = "-".join(sorted({value[:8] for value in tree_digests(params).values()})[:4])
+    if config.ref.param_offload:
+        host = jax.tree.map(lambda leaf: np.array(leaf), params)
+        say("reference: kept in host memory between uses")
+        return host, digest
+    return params, digest
+
+
+def reference_on_device(parts: Parts) -> Params:
+    """The reference where it can score: moved there if it is offloaded."""
+    if parts.config.ref.param_offload:
+        return jax.device_put(parts.reference, parts.actor.shardings)
+    assert parts.reference is not None
+    return parts.reference
+
+
+def rollout_params(parts: Parts, params: Params) -> Params:
+    """The policy's weights on the rollout mesh; the same arrays where both meshes are one."""
+    if parts.rollout_mesh is parts.mesh:
+        return params
+    return jax.device_put(params, parts.rollout_shardings)
+
+
+def _first_params(trained: Trained, critic: bool) -> Params:
+    model, source = open_model(trained.path)
+    trunk_shardings = trained.shardings["trunk"] if critic else trained.shardings
+    trunk = weights.load_params(source, model, shardings=trunk_shardings)
+    if not critic:
+        return trunk
+    head = jax.device_put(heads.init_value_head(model), trained.shardings["value_head"])
+    return {"trunk": trunk, "value_head": head}
+
+
+def first_state(parts: Parts) -> TrainState:
+    """The state before the first step: weights from their files, fresh moments."""
+
+    def fresh(trained: Trained, critic: bool) -> ModelState:
+        params = _first_params(trained, critic)
+        return learner.init_model_state(trained.optimizer, params, trained.shardings, parts.mesh)
+
+    actor = fresh(parts.actor, critic=False)
+    critic = fresh(parts.critic, critic=True) if parts.critic else None
+    return TrainState(actor=actor, critic=critic, **_scalars(parts))
+
+
+def _scalars(parts: Parts) -> dict[str, Any]:
+    control, actor = parts.config.algorithm.kl_ctrl, parts.config.actor
+    zero = jnp.zeros((), jnp.int32)
+    scalars = {
+        "step": zero,
+        "algorithm": learner.init_algorithm_state(control.kl_coef, actor.kl_loss_coef),
+        "counters": Counters(zero, zero, zero, zero),
+    }
+    return jax.device_put(scalars, sharding.replicated(parts.mesh))
+
+
+def abstract_state(parts: Parts) -> TrainState:
+    """Shapes, dtypes and shardings of the whole state, for a restore without loading weights first."""
+
+    def described(trained: Trained) -> ModelState:
+        placed = learner.state_shardings(trained.optimizer, trained.abstract, trained.shardings, parts.mesh)
+        moments = jax.eval_shape(trained.optimizer.init, trained.abstract)
+        with_sharding = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+        return ModelState(
+            trainable=jax.tree.map(with_sharding, trained.abstract, trained.shardings),
+            frozen={},
+            opt_state=jax.tree.map(with_sharding, moments, placed),
+        )
+
+    scalars = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _scalars(parts)
+    )
+    return TrainState(
+        actor=described(parts.actor), critic=described(parts.critic) if parts.critic else None, **scalars
+    )

@@ -1,0 +1,482 @@
+"""Rules over a finished configuration; every rule reports, none raises. Standard library only.
+
+The same rules run twice: without devices, in well under a second, before JAX loads; and again with the real device count.
+Every problem says *got / need / do*.
+
+Left out on purpose: anything that needs a file, a tokenizer or a model (those refuse with exit 65 where they are read).
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.algorithms.names import GROUP_ESTIMATORS
+from jaxrl_llm.algorithms.names import canonical as canonical_kl
+from jaxrl_llm.config import Config, needs_critic, needs_reference, normal, resolve, type_problems
+from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.rewards.table import check_settings
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh axes once the device count is known."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+    @property
+    def shards(self) -> int:
+        """Devices that hold different trajectories."""
+        return self.data * self.fsdp
+
+
+def mesh_shape(config: Config, devices: int) -> MeshShape:
+    """Fill the open mesh axis from the device count; `ConfigError` with the equation when it does not come out."""
+    sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
+    open_axes = [name for name, size in sizes.items() if size is None]
+    known = 1
+    for size in sizes.values():
+        known *= size or 1
+    equation = " x ".join(
+        f"{name} {size if size is not None else '?'}" for name, size in sizes.items()
+    )
+    if len(open_axes) > 1:
+        raise ConfigError(
+            f"mesh: got {equation}, need at most one open axis; set all but one of {', '.join(open_axes)}"
+        )
+    if open_axes:
+        if devices % known:
+            raise ConfigError(
+                f"mesh: {equation} over {devices} devices leaves {devices}/{known} for {open_axes[0]}; "
+                f"need sizes whose product divides {devices}"
+            )
+        sizes[open_axes[0]] = devices // known
+    elif known != devices:
+        raise ConfigError(
+            f"mesh: {equation} = {known} devices, but there are {devices}; set one axis to none to fill it"
+        )
+    return MeshShape(int(sizes["data"] or 1), int(sizes["fsdp"] or 1), int(sizes["tensor"] or 1))
+
+
+def multiples(value: int, of: int) -> str:
+    """The nearest multiples of a number, in words."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def check(config: Config, devices: int | None = None) -> list[str]:
+    """All problems of a configuration, wrong types first; with `devices`, also what the device count forbids.
+
+    A setting of a wrong type stands at its default for the other rules, and what they then say about it is left out.
+    """
+    config = normal(config)
+    problems = type_problems(config)
+    broken = [problem.partition(":")[0] for problem in problems]
+    for path in broken:
+        config = _put(config, path.split("."), value_at(Config(), path))
+    resolved = resolve(config)
+    found = [problem for rule in RULES for problem in rule(resolved)]
+    expected = devices
+    if expected is None and resolved.trainer.nnodes and resolved.trainer.n_devices_per_node:
+        expected = resolved.trainer.nnodes * resolved.trainer.n_devices_per_node
+    if expected is not None and expected > 0:
+        found += list(_devices(resolved, expected))
+    return problems + [problem for problem in found if not mentions(problem, broken)]
+
+
+def mentions(problem: str, paths: Iterable[str]) -> bool:
+    """Whether a problem's text speaks of one of these settings."""
+    return any(re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", problem) for path in paths)
+
+
+def _put(config: Any, names: list[str], value: object) -> Any:
+    if len(names) > 1:
+        value = _put(getattr(config, names[0]), names[1:], value)
+    return replace(config, **{names[0]: value})
+
+
+def notices(config: Config) -> list[str]:
+    """One line for every setting that was given and that this (resolved) run cannot use without being wrong for it."""
+    c, plain = config, resolve(Config())
+    lines = []
+    for paths, why in UNUSED:
+        reason = why(c)
+        given = [path for path in paths.split() if value_at(c, path) != value_at(plain, path)]
+        if reason and given:
+            lines.append(f"{', '.join(given)} not used: {reason}")
+    if not needs_reference(c) and c.ref.path not in (None, c.model.path):
+        lines.append("ref.path not used: no KL term is on, so no reference is loaded")
+    if not needs_critic(c) and c.critic.path not in (None, c.model.path):
+        lines.append("critic.path not used: this run has no critic")
+    if c.actor.clip_ratio not in (
+        c.actor.clip_ratio_low,
+        c.actor.clip_ratio_high,
+        0.2,
+    ) and None not in (
+        c.actor.clip_ratio_low,
+        c.actor.clip_ratio_high,
+    ):
+        lines.append("actor.clip_ratio not used: clip_ratio_low and clip_ratio_high are both set")
+    steps = c.trainer.total_training_steps
+    if needs_critic(c) and steps is not None and c.trainer.critic_warmup >= steps:
+        lines.append(
+            f"trainer.critic_warmup = {c.trainer.critic_warmup} covers all {steps} steps: the policy never learns"
+        )
+    return lines
+
+
+Why = Callable[[Config], str | bool]
+
+UNUSED: tuple[tuple[str, Why], ...] = (
+    (
+        "ref.param_offload algorithm.kl_ctrl.type",
+        lambda c: not needs_reference(c) and "no KL term is on, so no reference is loaded",
+    ),
+    (
+        "algorithm.kl_penalty algorithm.kl_ctrl.kl_coef",
+        lambda c: not c.algorithm.use_kl_in_reward and "algorithm.use_kl_in_reward is off",
+    ),
+    (
+        "actor.kl_loss_coef actor.kl_loss_type",
+        lambda c: not c.actor.use_kl_loss and "actor.use_kl_loss is off",
+    ),
+    (
+        "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
+        lambda c: c.algorithm.kl_ctrl.type == "fixed" and "algorithm.kl_ctrl.type is fixed",
+    ),
+    (
+        "algorithm.gamma algorithm.lam",
+        lambda c: (
+            c.algorithm.adv_estimator != "gae" and f"{c.algorithm.adv_estimator} discounts nothing"
+        ),
+    ),
+    (
+        "algorithm.norm_adv_by_std_in_grpo algorithm.group_eps",
+        lambda c: (
+            c.algorithm.adv_estimator != "grpo" and f"the estimator is {c.algorithm.adv_estimator}"
+        ),
+    ),
+    (
+        "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.lr_scheduler_type critic.optim.weight_decay "
+        "critic.optim.betas critic.optim.clip_grad critic.cliprange_value critic.loss_agg_mode trainer.critic_warmup",
+        lambda c: not needs_critic(c) and "this run has no critic",
+    ),
+    (
+        "trainer.test_freq validation.n data.val_max_samples",
+        lambda c: not c.data.val_files and "data.val_files is empty",
+    ),
+    (
+        "rollout.temperature rollout.top_k rollout.top_p",
+        lambda c: not c.rollout.do_sample and "rollout.do_sample is off",
+    ),
+    (
+        "data.truncation",
+        lambda c: (
+            c.data.filter_overlong_prompts
+            and "data.filter_overlong_prompts drops long prompts first"
+        ),
+    ),
+    (
+        "data.plain_template",
+        lambda c: c.data.prompt_format == "chat" and "data.prompt_format is chat",
+    ),
+    (
+        "data.system_prompt data.fold_system_prompt",
+        lambda c: c.data.prompt_format == "plain" and "data.prompt_format is plain",
+    ),
+    ("data.max_bad_rows_share", lambda c: c.data.bad_rows == "error" and "data.bad_rows is error"),
+    (
+        "reward.gsm8k_method",
+        lambda c: "gsm8k" not in c.reward.functions and "gsm8k is not among reward.functions",
+    ),
+    (
+        "reward.format_pattern",
+        lambda c: "format" not in c.reward.functions and "format is not among reward.functions",
+    ),
+    (
+        "reward.length_penalty_per_token",
+        lambda c: (
+            "length_penalty" not in c.reward.functions
+            and "length_penalty is not among reward.functions"
+        ),
+    ),
+    (
+        "actor.optim.min_lr_ratio",
+        lambda c: (
+            c.actor.optim.lr_scheduler_type == "constant"
+            and "actor.optim.lr_scheduler_type is constant"
+        ),
+    ),
+    (
+        "actor.shuffle",
+        lambda c: (
+            c.actor.ppo_mini_batch_size == c.data.train_batch_size
+            and "one mini-batch holds the whole batch"
+        ),
+    ),
+    (
+        "trainer.log_completions_count",
+        lambda c: c.trainer.log_completions_freq is None and "trainer.log_completions_freq is none",
+    ),
+    (
+        "trainer.total_epochs",
+        lambda c: (
+            c.trainer.total_training_steps is not None and "trainer.total_training_steps is set"
+        ),
+    ),
+)
+"""Settings, and when and why a run does not use them; a line appears only where they differ from their defaults."""
+
+
+def _required(c: Config) -> Iterator[str]:
+    if not c.model.path:
+        yield "model.path: got '', need a model; set a Hugging Face folder or id, a .gguf file or package:MODULE/PATH"
+    if not c.data.train_files:
+        yield "data.train_files: got an empty list, need at least one file of prompts"
+
+
+POSITIVE = (
+    "data.train_batch_size data.val_batch_size data.max_prompt_length data.max_response_length data.train_max_samples "
+    "data.val_max_samples rollout.n rollout.top_k rollout.decode_chunk rollout.max_num_seqs "
+    "rollout.tensor_model_parallel_size rollout.log_prob_micro_batch_size_per_device "
+    "ref.log_prob_micro_batch_size_per_device actor.ppo_mini_batch_size actor.ppo_micro_batch_size_per_device "
+    "actor.ppo_epochs actor.loss_scale_factor critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_device "
+    "critic.ppo_epochs actor.optim.eps critic.optim.eps actor.optim.clip_grad critic.optim.clip_grad "
+    "rollout.temperature validation.n validation.temperature "
+    "validation.top_k mesh.data mesh.fsdp mesh.tensor algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl "
+    "trainer.total_epochs trainer.total_training_steps trainer.save_freq trainer.test_freq trainer.max_ckpt_to_keep "
+    "trainer.max_bad_steps trainer.log_completions_freq trainer.log_completions_count trainer.nnodes "
+    "trainer.n_devices_per_node algorithm.group_eps actor.clip_ratio critic.cliprange_value"
+)
+NOT_NEGATIVE = (
+    "actor.optim.lr critic.optim.lr actor.optim.lr_warmup_steps critic.optim.lr_warmup_steps actor.optim.weight_decay "
+    "critic.optim.weight_decay actor.entropy_coeff actor.kl_loss_coef algorithm.kl_ctrl.kl_coef trainer.critic_warmup "
+    "data.num_workers reward.length_penalty_per_token actor.clip_ratio_low actor.clip_ratio_high trainer.seed data.seed"
+)
+SEED_LIMIT = 2**31
+SHARES = (
+    "algorithm.gamma algorithm.lam rollout.top_p validation.top_p rollout.gpu_memory_utilization "
+    "data.max_bad_rows_share reward.max_failed_share actor.optim.min_lr_ratio critic.optim.min_lr_ratio"
+)
+OPEN_AT_ZERO = {"rollout.top_p", "validation.top_p", "rollout.gpu_memory_utilization"}
+
+
+def value_at(config: Config, path: str) -> object:
+    """The value of a dotted path."""
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _ranges(c: Config) -> Iterator[str]:
+    for path in POSITIVE.split():
+        value = value_at(c, path)
+        if isinstance(value, int | float) and value <= 0:
+            extra = "; leave it out or set none to switch it off" if path.endswith("_freq") else ""
+            yield f"{path}: got {value}, need more than 0{extra}"
+    for path in NOT_NEGATIVE.split():
+        value = value_at(c, path)
+        if isinstance(value, int | float) and value < 0:
+            yield f"{path}: got {value}, need 0 or more"
+    for path in SHARES.split():
+        value = value_at(c, path)
+        low_ok = isinstance(value, int | float) and (
+            value > 0 if path in OPEN_AT_ZERO else value >= 0
+        )
+        if isinstance(value, int | float) and not (low_ok and value <= 1):
+            yield f"{path}: got {value}, need a number {'above 0' if path in OPEN_AT_ZERO else 'from 0'} to 1"
+    for name in ("actor", "critic"):
+        optim = getattr(c, name).optim
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            yield f"{name}.optim.betas: got {optim.betas}, need two numbers from 0 to below 1"
+    low = c.actor.clip_ratio_low
+    if low is not None and low >= 1:
+        name = "clip_ratio" if low == c.actor.clip_ratio else "clip_ratio_low"
+        yield f"actor.{name}: got {low}, need less than 1 (the ratio is clipped at 1 - low); 0.2 is usual"
+    if c.trainer.seed is not None and c.trainer.seed >= SEED_LIMIT:
+        yield f"trainer.seed: got {c.trainer.seed}, need less than 2**31 = {SEED_LIMIT}"
+    if c.actor.clip_ratio_c is not None and c.actor.clip_ratio_c <= 1:
+        yield f"actor.clip_ratio_c: got {c.actor.clip_ratio_c}, need more than 1; none switches dual clip off"
+
+
+def _batches(c: Config) -> Iterator[str]:
+    batch = c.data.train_batch_size
+    minis = {"actor": c.actor.ppo_mini_batch_size}
+    if needs_critic(c) and c.critic.ppo_mini_batch_size is not None:
+        minis["critic"] = c.critic.ppo_mini_batch_size
+    for name, mini in minis.items():
+        if mini > 0 and batch > 0 and batch % mini:
+            yield (
+                f"data.train_batch_size = {batch} prompts does not divide into mini-batches of "
+                f"{name}.ppo_mini_batch_size = {mini}; set the batch to {multiples(batch, mini)}, or the mini-batch to "
+                f"a divisor of {batch}"
+            )
+
+
+def _estimators(c: Config) -> Iterator[str]:
+    estimator = c.algorithm.adv_estimator
+    if estimator in GROUP_ESTIMATORS:
+        if c.rollout.n < 2:
+            yield (
+                f"rollout.n = {c.rollout.n} with adv_estimator={estimator}: a group needs at least 2 samples per prompt; "
+                "set rollout.n to 4 or more, or use gae"
+            )
+        if not c.rollout.do_sample:
+            yield (
+                f"rollout.do_sample = false with adv_estimator={estimator}: all samples of a group would be equal and no "
+                "advantage remains; switch do_sample on"
+            )
+    if estimator == "gae" and not needs_critic(c):
+        yield "critic.enable = false with adv_estimator=gae: GAE needs values; leave critic.enable at none, or use grpo or rloo"
+    if estimator != "gae" and needs_critic(c):
+        yield f"critic.enable = true with adv_estimator={estimator}: it uses no values; leave critic.enable at none, or use gae"
+
+
+def _kl(c: Config) -> Iterator[str]:
+    if c.actor.use_kl_loss and c.actor.kl_loss_coef == 0:
+        yield "actor.use_kl_loss is on with kl_loss_coef = 0: a reference would be loaded for nothing; switch it off or set a coefficient"
+    if c.algorithm.use_kl_in_reward and c.algorithm.kl_ctrl.kl_coef == 0:
+        yield (
+            "algorithm.use_kl_in_reward is on with kl_ctrl.kl_coef = 0: a reference would be loaded for nothing; "
+            "switch it off or set a coefficient"
+        )
+    if c.algorithm.use_kl_in_reward and canonical_kl(c.algorithm.kl_penalty).endswith("+"):
+        yield (
+            f"algorithm.kl_penalty = {c.algorithm.kl_penalty}: the + forms differ only in their gradient, and a reward has "
+            f"none; use {c.algorithm.kl_penalty.rstrip('+')}"
+        )
+
+
+def _rollout(c: Config) -> Iterator[str]:
+    if c.data.prompt_format == "plain" and "{prompt}" not in c.data.plain_template:
+        yield f"data.plain_template: got {c.data.plain_template!r}, need the text {{prompt}} in it"
+    if any(not text for text in c.rollout.stop):
+        yield "rollout.stop: got an empty text, need texts of at least one character"
+    if any(token < 0 for token in c.rollout.stop_token_ids):
+        yield f"rollout.stop_token_ids: got {list(c.rollout.stop_token_ids)}, need ids of 0 or more"
+    if c.rollout.max_num_seqs is not None and c.rollout.max_num_seqs < c.rollout.n:
+        yield (
+            f"rollout.max_num_seqs = {c.rollout.max_num_seqs} does not hold one group of rollout.n = {c.rollout.n}; "
+            f"set it to {c.rollout.n} or more"
+        )
+
+
+def _validation(c: Config) -> Iterator[str]:
+    filters = (
+        c.validation.top_k is not None
+        or c.validation.top_p != 1.0
+        or c.validation.temperature != 1.0
+    )
+    if c.validation.n == 1 and filters:
+        yield "validation.temperature/top_k/top_p: set, but validation.n = 1 decodes greedily; need validation.n of 2 or more, or the defaults"
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,127}")
+
+
+def _trainer(c: Config) -> Iterator[str]:
+    for field in ("project_name", "experiment_name"):
+        name = getattr(c.trainer, field)
+        if name is not None and (not NAME.fullmatch(name) or ".." in name):
+            yield (
+                f"trainer.{field}: got {name!r}, need a plain name (letters, digits, _ . + = -, not starting with - or "
+                "a dot, at most 128 characters)"
+            )
+    run_dir = c.trainer.run_dir or ""
+    if (
+        re.search(r"[\x00-\x1f\x7f]", run_dir)
+        or len(run_dir) > 1024
+        or any(len(os.fsencode(part)) > 255 for part in Path(run_dir).parts)
+    ):
+        yield (
+            f"trainer.run_dir: got {run_dir[:80]!r} ({len(run_dir)} characters), need a path without control characters, "
+            "of at most 1024 characters and 255 bytes per folder name"
+        )
+    elif run_dir:
+        yield from _writable(run_dir)
+    if c.trainer.resume_mode == "path" and not c.trainer.resume_from_path:
+        yield "trainer.resume_mode = path: needs trainer.resume_from_path, the folder of a checkpoint step"
+    if c.trainer.resume_mode != "path" and c.trainer.resume_from_path:
+        yield f"trainer.resume_from_path is set, but resume_mode = {c.trainer.resume_mode}; set resume_mode=path"
+    if not c.trainer.logger:
+        yield "trainer.logger: got an empty list, need at least one of console, jsonl, tensorboard, wandb"
+    if len(set(c.trainer.logger)) != len(c.trainer.logger):
+        yield f"trainer.logger: got {', '.join(c.trainer.logger)}, need every name once; drop the repeated one"
+    for name in ("actor", "critic"):
+        knobs = getattr(c, name)
+        for field in ("param_offload", "optimizer_offload"):
+            if getattr(knobs, field):
+                yield f"{name}.{field} = true: not available yet; set it to false (ref.param_offload works)"
+
+
+def _writable(run_dir: str) -> Iterator[str]:
+    existing = run_dir
+    while not os.path.lexists(existing) and existing != os.path.dirname(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield f"trainer.run_dir: {existing} is not a folder, need a folder or a free name; choose another path"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"trainer.run_dir: {existing} is not writable; choose another path or mend its permissions"
+
+
+def _rewards(c: Config) -> Iterator[str]:
+    yield from check_settings(c.reward)
+
+
+def _unused(c: Config) -> Iterator[str]:
+    if c.actor.loss_scale_factor is not None and c.actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        yield (
+            f"actor.loss_scale_factor is set, but loss_agg_mode = {c.actor.loss_agg_mode} does not divide by it; use "
+            "seq-mean-token-sum-norm or leave it at none"
+        )
+    if needs_critic(c) and c.critic.loss_agg_mode == "seq-mean-token-sum-norm":
+        yield "critic.loss_agg_mode = seq-mean-token-sum-norm: need a mode without a scale; use token-mean"
+
+
+def _devices(c: Config, devices: int) -> Iterator[str]:
+    if c.trainer.nnodes and c.trainer.n_devices_per_node:
+        wanted = c.trainer.nnodes * c.trainer.n_devices_per_node
+        if wanted != devices:
+            yield (
+                f"trainer.nnodes x n_devices_per_node = {c.trainer.nnodes} x {c.trainer.n_devices_per_node} = {wanted} devices, "
+                f"but there are {devices}; run on {wanted}, or set both to what there is (or none)"
+            )
+            return
+    tensor = c.rollout.tensor_model_parallel_size
+    if tensor > 0 and devices % tensor:
+        divisors = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        yield f"rollout.tensor_model_parallel_size = {tensor} does not divide {devices} devices; set it to one of {divisors}"
+    if any(size is not None and size < 1 for size in (c.mesh.data, c.mesh.fsdp, c.mesh.tensor)):
+        return
+    try:
+        shape = mesh_shape(c, devices)
+    except ConfigError as problem:
+        yield from problem.problems
+        return
+    batch, n = c.data.train_batch_size, c.rollout.n
+    if batch > 0 and n > 0 and batch * n % shape.shards:
+        yield (
+            f"data.train_batch_size x rollout.n = {batch} x {n} = {batch * n} trajectories do not divide over {shape.shards} "
+            f"data shards; set train_batch_size to {multiples(batch, shape.shards // math.gcd(n, shape.shards))}"
+        )
+
+
+RULES = (
+    _required,
+    _ranges,
+    _batches,
+    _estimators,
+    _kl,
+    _rollout,
+    _validation,
+    _trainer,
+    _rewards,
+    _unused,
+)
+"""Every rule that needs no device count."""

@@ -1,0 +1,56 @@
+"""`actor`: the policy's loss and optimizer."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrl_llm.knobs.algorithm import KLKind
+from jaxrl_llm.knobs.optim import OptimKnobs
+
+LossAggregation = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+    "prompt-mean",
+]
+
+
+@dataclass(frozen=True)
+class ActorKnobs:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347), loss-side KL, entropy, batches of the update."""
+
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step (x `rollout.n` trajectories)."""
+    ppo_micro_batch_size_per_device: int | None = None
+    """Trajectories one device runs at once in the update; `None` runs its whole share. Never changes the gradient."""
+    ppo_epochs: int = 1
+    """Passes over the batch per step."""
+    shuffle: bool = False
+    """Draw mini-batches of whole groups in a new order in every pass."""
+    clip_ratio: float = 0.2
+    """The ratio of new to old probability is clipped to [1 - clip_ratio, 1 + clip_ratio]."""
+    clip_ratio_low: float | None = None
+    """Lower clip distance; `None` takes `clip_ratio`."""
+    clip_ratio_high: float | None = None
+    """Upper clip distance (clip-higher, DAPO arXiv:2503.14476); `None` takes `clip_ratio`."""
+    clip_ratio_c: float | None = 3.0
+    """Dual clip: with a negative advantage the loss is at most this multiple of it (arXiv:1912.09729); `None` is off."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token losses become one number."""
+    loss_scale_factor: float | None = None
+    """Divisor of `seq-mean-token-sum-norm`; `None` takes `data.max_response_length`."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add `kl_loss_coef` x KL(policy, reference) to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight (with an adaptive controller: first weight) of the KL loss."""
+    kl_loss_type: KLKind = "k3"
+    """KL estimator in the loss: k1/kl, k2/mse, k3/low_var_kl, abs; a trailing `+` takes k2's gradient."""
+    optim: OptimKnobs = field(default_factory=OptimKnobs)
+    """The policy's optimizer."""
+    param_offload: bool = False
+    """Keep the policy's weights in host memory between uses. Not available yet: only off is accepted."""
+    optimizer_offload: bool = False
+    """Keep the policy's moments in host memory between updates. Not available yet: only off is accepted."""

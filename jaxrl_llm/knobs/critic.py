@@ -1,0 +1,34 @@
+"""`critic`: the value network of PPO."""
+
+from dataclasses import dataclass, field
+
+from jaxrl_llm.knobs.actor import LossAggregation
+from jaxrl_llm.knobs.optim import OptimKnobs
+
+
+@dataclass(frozen=True)
+class CriticKnobs:
+    """A second network with a scalar head; trained on clipped squared error."""
+
+    enable: bool | None = None
+    """`None` means: exactly when the advantage estimator needs values (`gae`)."""
+    path: str | None = None
+    """Weights of the critic's trunk; `None` takes `model.path`. The value head starts at zero."""
+    enable_gradient_checkpointing: bool | None = None
+    """`None` takes `model.enable_gradient_checkpointing`."""
+    ppo_mini_batch_size: int | None = None
+    """Prompts per optimizer step; `None` takes the actor's."""
+    ppo_micro_batch_size_per_device: int | None = None
+    """Trajectories one device runs at once, in the update and for values; `None` takes the actor's."""
+    ppo_epochs: int | None = None
+    """Passes over the batch; `None` takes the actor's."""
+    cliprange_value: float | None = 0.5
+    """Values may move this far from their old ones before the loss takes the worse error; `None` is off."""
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How per-token value losses become one number."""
+    optim: OptimKnobs = field(default_factory=lambda: OptimKnobs(lr=1e-5))
+    """The critic's optimizer."""
+    param_offload: bool = False
+    """Keep the critic's weights in host memory between uses. Not available yet: only off is accepted."""
+    optimizer_offload: bool = False
+    """Keep the critic's moments in host memory between updates. Not available yet: only off is accepted."""

@@ -1,0 +1,131 @@
+"""From arrays and grades of a step to the rows and tables that a person reads; names are verl's where verl has them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import metrics
+from jaxrl_llm.assembly import Parts
+from jaxrl_llm.console import completions_table
+from jaxrl_llm.knobs import RewardKnobs
+from jaxrl_llm.records import Batch, Prompt, Rollout
+from jaxrl_llm.rewards.grader import Grade, summarize
+
+Row = dict[str, Any]
+
+
+def rollout_row(parts: Parts, rollout: Rollout, grades: Sequence[Grade], scores: np.ndarray) -> Row:
+    """Scores, lengths, groups and reward functions of a rollout."""
+    found = [grade.answer_found for grade in grades]
+    return summarize(grades) | metrics.summarize_rollout(
+        scores=scores,
+        response_lengths=rollout.response_lengths,
+        prompt_lengths=rollout.prompt_lengths,
+        end_reason=rollout.end_reason,
+        group_size=parts.config.rollout.n,
+        max_prompt_length=parts.config.data.max_prompt_length,
+        answer_found=None if None in found else np.array(found, bool),
+    )
+
+
+def batch_row(batch: Batch) -> Row:
+    """Advantages, rewards after KL, returns and values of a batch, and the sampler/trainer log-prob gap."""
+    host = jax.device_get(batch)
+    return metrics.summarize_batch(
+        mask=host.mask,
+        advantages=host.advantages,
+        returns=host.returns,
+        values=host.values,
+        token_rewards=host.token_rewards,
+        old_logprobs=host.old_logprobs,
+        sampler_logprobs=host.sampler_logprobs,
+        valid=host.valid,
+    )
+
+
+ACTOR_NAMES = {
+    "pg_loss": "actor/pg_loss",
+    "loss": "actor/loss",
+    "kl_loss": "actor/kl_loss",
+    "kl_k3_saturated": "actor/kl_k3_saturated",
+    "entropy": "actor/entropy",
+    "entropy_loss": "actor/entropy_loss",
+    "ppo_kl": "actor/ppo_kl",
+    "pg_clipfrac": "actor/pg_clipfrac",
+    "pg_clipfrac_lower": "actor/pg_clipfrac_lower",
+    "grad_norm": "actor/grad_norm",
+}
+CRITIC_NAMES = {
+    "vf_loss": "critic/vf_loss",
+    "vf_clipfrac": "critic/vf_clipfrac",
+    "vpred_mean": "critic/vpred_mean",
+    "grad_norm": "critic/grad_norm",
+}
+
+
+def _means(numbers: dict[str, np.ndarray], names: dict[str, str]) -> Row:
+    return {new: float(np.mean(numbers[old])) for old, new in names.items() if old in numbers}
+
+
+def actor_row(numbers: dict[str, np.ndarray], *, gap: bool) -> Row:
+    """Means over the optimizer steps of a policy update (`[steps]` each), the largest ratios, and the last learning rate.
+
+    With `gap` the log-prob gap is that of the first optimizer step's own forward, taken before anything moved.
+    """
+    row = _means(numbers, ACTOR_NAMES) | {
+        "actor/lr": float(numbers["lr"][-1]),
+        "actor/skipped_updates": int(numbers["skipped"].sum()),
+        "actor/ratio_deviation/first": float(numbers["ratio_deviation_max"][0]),
+        "actor/ratio_deviation/max": float(numbers["ratio_deviation_max"].max()),
+    }
+    if gap:
+        row["rollout/logprob_gap/mean"] = float(numbers["logprob_gap"][0])
+        row["rollout/logprob_gap/max"] = float(numbers["logprob_gap_max"][0])
+    return row
+
+
+def critic_row(numbers: dict[str, np.ndarray]) -> Row:
+    """Means over the optimizer steps of a critic update, and the last learning rate."""
+    return _means(numbers, CRITIC_NAMES) | {
+        "critic/lr": float(numbers["lr"][-1]),
+        "critic/skipped_updates": int(numbers["skipped"].sum()),
+    }
+
+
+def tokens(rollout: Rollout, n: int) -> int:
+    """Prompt and response tokens of all trajectories."""
+    return int(rollout.prompt_lengths.sum()) * n + int(rollout.response_lengths.sum())
+
+
+def samples(
+    prompts: Sequence[Prompt], texts: Sequence[str], scores: np.ndarray, n: int, count: int
+) -> list[dict[str, Any]]:
+    """The first sample of the first `count` groups, for the completions file and the console."""
+    return [
+        {
+            "split": "train",
+            "row_id": prompt.row_id,
+            "prompt": prompt.text,
+            "response": texts[index * n],
+            "answer": prompt.answer,
+            "score": float(scores[index * n]),
+        }
+        for index, prompt in enumerate(prompts[:count])
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]], step: int) -> str:
+    """A printable table of samples."""
+    return completions_table(rows, title=f"Samples of step {step}")
+
+
+def voter(knobs: RewardKnobs) -> Callable[[str], str | None]:
+    """How maj@n reads the answer out of a response: as the first reward function would."""
+    from jaxrl_llm.rewards import gsm8k, math
+
+    if knobs.functions[0] == "math":
+        return math.extract
+    method = knobs.gsm8k_method if knobs.functions[0] == "gsm8k" else "flexible"
+    return lambda text: gsm8k.extract(text, method=method)

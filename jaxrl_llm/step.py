@@ -1,0 +1,292 @@
+"""One training step and one validation, as chains of pure functions with the host's part in between.
+
+    prompts -> rollout -> rewards -> log-probs, values -> advantages -> updates -> a row of metrics
+
+Left out on purpose: what happens around steps (checkpoints, files, the end of a run); see `trainer`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import assembly, evaluation, fault, metrics, packing, report, runtime, sharding
+from jaxrl_llm.assembly import Parts
+from jaxrl_llm.checkpoint import Checkpointer
+from jaxrl_llm.config import needs_reference
+from jaxrl_llm.console import Progress
+from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.records import Batch, Prompt, Rollout, TrainState
+from jaxrl_llm.rewards.grader import Grade, Grader, Sample, broken_batch
+from jaxrl_llm.rollout import sampling
+from jaxrl_llm.rollout.engine import generate
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """The happenings around a run: folder, signals, sinks, graders, checkpoints, clocks."""
+
+    folder: Path
+    signals: runtime.Signals
+    grader: Grader
+    keys: Iterator[int]
+    log: metrics.MetricsLog
+    progress: Progress
+    saver: Checkpointer
+    phases: metrics.Phases
+    compilations: metrics.CompileCounter
+    history: list[Row]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """A finished rollout with its texts and grades, row by row."""
+
+    rollout: Rollout
+    texts: list[str]
+    grades: list[Grade]
+
+
+def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
+    """One step: sample, grade, score, advantages, update. Returns the new state and the row of metrics.
+
+    A signal before the update abandons the step (`StopRequested`) and leaves the state as it was.
+    """
+    config, phases = parts.config, run.phases
+    phases.reset()
+    run.signals.poll()
+    with phases("step"):
+        prompts = [parts.train.prompts[index] for index in parts.stream.next()]
+        fault.point("after_data", step)
+        graded = sample(parts, run, state, prompts, step, "train")
+        if graded.rollout.bad:
+            return _bad_step(parts, run, state, step, {"rollout/non_finite_rows": graded.rollout.bad})
+        state = _watch_rewards(parts, state, graded.grades)
+        scores = np.array([grade.score for grade in graded.grades], np.float64)
+        row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
+        if not np.isfinite(scores).any():
+            return _bad_step(parts, run, state, step, row)
+        batch = _score(parts, run, state, graded.rollout, scores)
+        with phases("adv"):
+            batch, algorithm, numbers = parts.prepare(batch, state.algorithm)
+            row |= {name: float(value) for name, value in numbers.items()} | report.batch_row(batch)
+        fault.point("after_advantage", step)
+        run.signals.poll()
+        fault.point("before_update", step)
+        state, numbers = _update(parts, run, state.replace(algorithm=algorithm), batch, step)
+        row |= numbers
+    skipped = int(row.get("actor/skipped_updates", 0) + row.get("critic/skipped_updates", 0))
+    state = _count(parts, state, step, bad=skipped > 0, skipped=skipped)
+    row |= _common(parts, run, state, step, report.tokens(graded.rollout, config.rollout.n))
+    every = config.trainer.log_completions_freq
+    if every and step % every == 0:
+        shown = report.samples(
+            prompts, graded.texts, scores, config.rollout.n, config.trainer.log_completions_count
+        )
+        run.log.completions(step, shown)
+        if "console" in config.trainer.logger:
+            run.progress.say(report.table(shown, step))
+    return state, row
+
+
+def _score(parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: np.ndarray) -> Batch:
+    """Rows on the devices with the log-probs and values that the advantages and the loss need."""
+    config, phases = parts.config, run.phases
+    cut = config.model.use_remove_padding
+    widths = packing.widths(rollout, parts.engine.prompt_buckets, parts.response_buckets, cut)
+    valid = np.isfinite(scores)
+    batch = sharding.put_rows(parts.mesh, packing.make_rows(rollout, scores, valid, *widths))
+    temperature = jnp.float32(parts.temperature)
+    run.signals.poll()
+    if parts.old_logprobs_needed:
+        with phases("old_log_prob"):
+            old = parts.score(state.actor.trainable, batch, temperature).logprobs
+            batch = batch.replace(old_logprobs=jax.block_until_ready(old))
+        run.signals.poll()
+    if needs_reference(config):
+        with phases("ref"):
+            reference = assembly.reference_on_device(parts)
+            frozen = parts.score_reference(reference, batch, temperature).logprobs
+            batch = batch.replace(ref_logprobs=jax.block_until_ready(frozen))
+        run.signals.poll()
+    if state.critic is not None and parts.values is not None:
+        with phases("values"):
+            values = parts.values(state.critic.trainable, batch)
+            batch = batch.replace(values=jax.block_until_ready(values))
+        run.signals.poll()
+    return batch
+
+
+def _update(
+    parts: Parts, run: Run, state: TrainState, batch: Batch, step: int
+) -> tuple[TrainState, Row]:
+    """Critic first, then the policy (not during the critic's warm-up); the old state is donated."""
+    config, row = parts.config, {}
+    key = jax.random.fold_in(jax.random.key(config.trainer.seed or 0), step)
+    key = jax.random.fold_in(key, sampling.SHUFFLE)
+    if parts.critic is not None and state.critic is not None:
+        with run.phases("update_critic"):
+            critic, numbers = parts.critic.update(state.critic, batch, state.algorithm, key)
+            row |= report.critic_row(jax.device_get(numbers))
+        state = state.replace(critic=critic)
+    if parts.critic is None or step > config.trainer.critic_warmup:
+        with run.phases("update_actor"):
+            actor, numbers = parts.actor.update(state.actor, batch, state.algorithm, key)
+            row |= report.actor_row(jax.device_get(numbers), gap=not parts.old_logprobs_needed)
+        state = state.replace(actor=actor)
+    return state, row
+
+
+# Sampling and grading ------------------------------------------------------------------------------------------------
+
+
+def sample(
+    parts: Parts, run: Run, state: TrainState, prompts: Sequence[Prompt], step: int, kind: str
+) -> Graded:
+    """Sample responses (`train`, `greedy` or `validate`), grading each from the moment it ends.
+
+    With non-finite logits nothing is graded: `rollout.bad` is set and the grades are empty.
+    """
+    n = {"train": parts.config.rollout.n, "greedy": 1, "validate": parts.config.validation.n}[kind]
+    batch_size = parts.config.data.train_batch_size if kind == "train" else parts.config.data.val_batch_size
+    keys, texts = {}, {}
+
+    def hand_over(first: int, row: int, ids: list[int]) -> None:
+        index = first + row
+        keys[index], texts[index] = next(run.keys), parts.tokenizer.decode(ids)
+        prompt = prompts[index // n]
+        run.grader.submit(
+            keys[index],
+            Sample(
+                prompt=prompt.text,
+                response=texts[index],
+                answer=prompt.answer,
+                data_source=prompt.data_source,
+                extra_info=prompt.extra_info,
+                response_length=len(ids),
+            ),
+        )
+
+    def between_chunks() -> None:
+        fault.point("in_rollout" if kind == "train" else "in_eval", step)
+        run.signals.poll()
+
+    with run.phases("gen" if kind == "train" else "gen_validation"):
+        rollout = generate(
+            parts.engine,
+            assembly.rollout_params(parts, state.actor.trainable),
+            prompts,
+            n=n,
+            sampling=_sampling(parts, kind),
+            seed=parts.config.trainer.seed or 0,
+            step=step,
+            purpose=sampling.TRAIN if kind == "train" else sampling.VALIDATE,
+            slots=batch_size,
+            on_finished=hand_over,
+            poll=between_chunks,
+        )
+    with run.phases("reward"):
+        if kind == "train":
+            fault.point("in_reward", step)
+        run.signals.poll()
+        grades = run.grader.collect(keys.values())
+    rows = range(0 if rollout.bad else len(prompts) * n)
+    return Graded(rollout, [texts[row] for row in rows], [grades[keys[row]] for row in rows])
+
+
+def _sampling(parts: Parts, kind: str) -> sampling.Sampling:
+    knobs, val = parts.config.rollout, parts.config.validation
+    if kind == "greedy" or (kind == "train" and not knobs.do_sample):
+        return sampling.make_sampling(greedy=True)
+    if kind == "train":
+        return sampling.make_sampling(knobs.temperature, knobs.top_k, knobs.top_p)
+    return sampling.make_sampling(val.temperature, val.top_k, val.top_p)
+
+
+def validate(parts: Parts, run: Run, state: TrainState, step: int) -> Row:
+    """Held-out metrics; keeps a table of samples in `completions/`."""
+    assert parts.val is not None
+    fault.point("in_eval", step)
+    config = parts.config
+
+    def graded(prompts: Sequence[Prompt], greedy: bool) -> tuple[Rollout, list[Grade], list[str]]:
+        result = sample(parts, run, state, prompts, step, "greedy" if greedy else "validate")
+        if result.rollout.bad:
+            raise TrainingStopped(
+                f"validation at step {step}: {result.rollout.bad} responses had non-finite logits; the weights are broken: "
+                "go back to an earlier checkpoint with trainer.resume_from_path"
+            )
+        return result.rollout, result.grades, result.texts
+
+    row, samples = evaluation.evaluate(
+        parts.val.prompts,
+        batch_size=config.data.val_batch_size or config.data.train_batch_size,
+        n=config.validation.n,
+        sample=graded,
+        vote=report.voter(config.reward),
+        correctness=run.grader.names[0],
+    )
+    run.log.completions(step, [{"split": "validation", **entry} for entry in samples])
+    return row
+
+
+# Counting ------------------------------------------------------------------------------------------------------------
+
+
+def _watch_rewards(parts: Parts, state: TrainState, grades: list[Grade]) -> TrainState:
+    """Count batches in which too many reward calls fail; three in a row stop the run with the first traceback."""
+    first = broken_batch(grades, parts.config.reward.max_failed_share)
+    broken = int(state.counters.broken_reward_batches) + 1 if first else 0
+    if broken >= 3:
+        raise TrainingStopped(
+            f"more than {parts.config.reward.max_failed_share:.0%} of the reward calls failed in {broken} batches in a row; "
+            f"mend the reward function. The first failure:\n{first}"
+        )
+    counters = state.counters.replace(broken_reward_batches=scalar(parts, broken))
+    return state.replace(counters=counters)
+
+
+def _bad_step(
+    parts: Parts, run: Run, state: TrainState, step: int, row: Row
+) -> tuple[TrainState, Row]:
+    """A step without an update: the batch is gone, parameters and moments are untouched."""
+    state = _count(parts, state, step, bad=True, skipped=0)
+    return state, row | _common(parts, run, state, step, 0)
+
+
+def _count(parts: Parts, state: TrainState, step: int, *, bad: bool, skipped: int) -> TrainState:
+    old = state.counters
+    counters = old.replace(
+        bad_steps=scalar(parts, int(old.bad_steps) + bad),
+        bad_in_a_row=scalar(parts, int(old.bad_in_a_row) + 1 if bad else 0),
+        skipped_updates=scalar(parts, int(old.skipped_updates) + skipped),
+    )
+    return state.replace(step=scalar(parts, step), counters=counters)
+
+
+def scalar(parts: Parts, value: int) -> jax.Array:
+    """A host count as it lies in the state: int32, replicated."""
+    return jax.device_put(jnp.int32(value), sharding.replicated(parts.mesh))
+
+
+def _common(parts: Parts, run: Run, state: TrainState, step: int, tokens: int) -> Row:
+    """What every row holds: progress, counts of bad steps, times, speed, compilations, memory."""
+    times = run.phases.row()
+    seconds = times.get("timing_s/step", 0.0)
+    return {
+        "training/global_step": step,
+        "training/epoch": parts.stream.epoch,
+        "training/bad_steps": int(state.counters.bad_steps),
+        "training/skipped_updates": int(state.counters.skipped_updates),
+        **times,
+        **(metrics.throughput(tokens, seconds, parts.mesh.size) if seconds else {}),
+        **run.compilations.row(),
+        "perf/peak_rss_mb": metrics.peak_rss_mb(),
+    }
+

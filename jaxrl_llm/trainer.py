@@ -1,0 +1,285 @@
+"""The host loop: one step after another, each a chain of pure functions, with the happenings around them.
+
+    prompts -> rollout -> rewards -> log-probs, values -> advantages -> updates -> metrics -> validation -> checkpoint
+
+Clocks, files and standard output belong here. The state of the run is one pytree; the loop holds nothing else that a
+resume would miss: the data position and the row of a step whose validation was interrupted travel in the manifest.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import assembly, diagnostics, fault, metrics, runtime
+from jaxrl_llm.assembly import Parts
+from jaxrl_llm.checkpoint import Checkpointer, CheckpointError, check_space
+from jaxrl_llm.checks import notices
+from jaxrl_llm.config import Config, to_dict
+from jaxrl_llm.console import Progress, say
+from jaxrl_llm.errors import EXIT_OK, ConfigError, DataError, Interrupted, TrainingStopped
+from jaxrl_llm.plots import draw
+from jaxrl_llm.records import TrainState
+from jaxrl_llm.rewards.grader import make_grader
+from jaxrl_llm.step import Run, train_step, validate
+
+Row = dict[str, Any]
+
+
+def train(config: Config) -> int:
+    """Run a resolved configuration to its end; returns the exit code 0 or raises a `RunError`."""
+    runtime.start_process(config)
+    with runtime.run_folder(config) as folder, runtime.Signals() as signals:
+        saver = Checkpointer(
+            folder / "checkpoints",
+            keep=config.trainer.max_ckpt_to_keep,
+            on_damage=config.trainer.on_damaged_checkpoint,
+            log=say,
+        )
+        config = _continue_config(config, folder)
+        for line in notices(config):
+            say(line)
+        parts = assembly.build(config, say)
+        state, manifest = _first_or_restored(parts, saver, folder)
+        start = int(state.step)
+        if start >= parts.total_steps and not manifest.get("pending"):
+            say(
+                f"this run is finished: step {start} of {parts.total_steps} is saved in {folder}. To go on: a larger "
+                "trainer.total_training_steps (or total_epochs), another trainer.run_dir, or resume_mode=disable there"
+            )
+            return EXIT_OK
+        runtime.write_config(folder, config)
+        metrics.truncate(folder, start - 1 if manifest.get("pending") else start if start else -1)
+        with (
+            make_grader(config.reward) as grader,
+            metrics.open_sinks(
+                folder,
+                config.trainer.logger,
+                project=config.trainer.project_name,
+                experiment=config.trainer.experiment_name or "",
+                config=to_dict(config),
+                log=say,
+            ) as log,
+            Progress(parts.total_steps, start) as progress,
+        ):
+            grader.prestart()
+            run = Run(
+                folder=folder,
+                signals=signals,
+                grader=grader,
+                keys=itertools.count(),
+                log=log,
+                progress=progress,
+                saver=saver,
+                phases=metrics.Phases(),
+                compilations=metrics.CompileCounter(),
+                history=metrics.read_rows(folder),
+            )
+            _loop(parts, run, state, manifest)
+        fault.point("at_exit", parts.total_steps)
+        _finish(folder)
+    return EXIT_OK
+
+
+# Start and resume ----------------------------------------------------------------------------------------------------
+
+
+def _continue_config(config: Config, folder: Path) -> Config:
+    """Hold the settings against those the folder was made with; a folder of another run is refused."""
+    saved = runtime.read_config(folder)
+    if saved is None:
+        return config
+    if config.trainer.resume_mode == "disable":
+        raise ConfigError(
+            f"trainer.resume_mode = disable, but {folder} holds a run; choose another trainer.run_dir or move the folder away"
+        )
+    config = runtime.adopt(saved, config)
+    runtime.compare(saved, config, say)
+    return config
+
+
+def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple[TrainState, Row]:
+    """The newest verified checkpoint, or the state before the first step."""
+    knobs = parts.config.trainer
+    restored = None
+    if knobs.resume_mode == "path":
+        source = Path(knobs.resume_from_path or "").expanduser().absolute()
+        if not source.name.isdecimal() or not source.is_dir():
+            raise ConfigError(f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)")
+        elsewhere = Checkpointer(source.parent, keep=None, on_damage="stop", log=say)
+        restored = elsewhere.restore(assembly.abstract_state(parts), step=int(source.name))
+        if restored is None:
+            raise DataError(f"trainer.resume_from_path: {source} holds no checkpoint; need a step folder with a manifest")
+    elif knobs.resume_mode == "auto":
+        restored = saver.restore(assembly.abstract_state(parts))
+    if restored is None:
+        state = assembly.first_state(parts)
+        bytes_needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        if problem := check_space(folder, bytes_needed, knobs.max_ckpt_to_keep):
+            raise ConfigError(problem)
+        say("starting at step 0: no checkpoint in the run folder yet")
+        return state, {}
+    step, state, manifest = restored
+    wrong = [
+        f"{name}: the run was trained on {old}, now there is {parts.fingerprint.get(name)}; restore the old data or start another run"
+        for name, old in manifest["fingerprint"].items()
+        if old != parts.fingerprint.get(name)
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    parts.stream.restore(manifest["stream"])
+    say(f"resuming after step {step}")
+    return state, manifest
+
+
+# The loop --------------------------------------------------------------------------------------------------------------
+
+
+def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
+    knobs = parts.config.trainer
+    stream, pending = parts.stream.state(), manifest.get("pending")
+    saved_step = int(state.step) if manifest else None
+
+    def save(pending: Row | None = None) -> None:
+        run.saver.save(int(state.step), state, {"stream": stream, "fingerprint": parts.fingerprint, "pending": pending})
+
+    try:
+        if pending:
+            _close_step(parts, run, state, int(state.step), pending)
+            pending = None
+        elif int(state.step) == 0 and knobs.val_before_train and parts.val:
+            with run.phases("testing"):
+                row = validate(parts, run, state, 0)
+            run.log.write(0, row | run.phases.row())
+            run.progress.say(_accuracy(row, 0))
+        for step in range(int(state.step) + 1, parts.total_steps + 1):
+            state, row = train_step(parts, run, state, step)
+            stream, pending = parts.stream.state(), row
+            _close_step(parts, run, state, step, row)
+            pending = None
+            fault.point("after_update", step)
+            _report_saves(run)
+            if _due(knobs.save_freq, step) or step == parts.total_steps:
+                save()
+                saved_step = step
+        run.saver.wait()
+    except runtime.StopRequested:
+        _report_saves(run)
+        if int(state.step) and (saved_step != int(state.step) or pending):
+            save(pending)
+        run.saver.wait()
+        raise Interrupted(
+            f"stopped by a signal; step {int(state.step)} of {parts.total_steps} is saved, the same command continues"
+        ) from None
+
+
+def _close_step(parts: Parts, run: Run, state: TrainState, step: int, row: Row) -> None:
+    """Validate where it is due, write the row, raise alarms; stops the run after too many bad steps."""
+    knobs = parts.config.trainer
+    last = step == parts.total_steps
+    if parts.val and (_due(knobs.test_freq, step) or last):
+        with run.phases("testing"):
+            row = row | validate(parts, run, state, step)
+        row |= {"timing_s/testing": run.phases.row()["timing_s/testing"]}
+        run.progress.say(_accuracy(row, step))
+    run.log.write(step, row)
+    if "console" in knobs.logger:
+        run.progress.step(step, row)
+    control = parts.config.algorithm.kl_ctrl
+    target = control.target_kl if control.type == "adaptive" else None
+    for alarm in diagnostics.news(row, run.history, target_kl=target):
+        run.progress.say(str(alarm))
+    run.history.append(row)
+    if int(state.counters.bad_in_a_row) >= knobs.max_bad_steps:
+        raise TrainingStopped(
+            f"{int(state.counters.bad_in_a_row)} bad steps in a row (non-finite loss, gradient, logits, or no valid reward), the "
+            f"limit is trainer.max_bad_steps = {knobs.max_bad_steps}; lower actor.optim.lr, look at {run.folder}/metrics.jsonl, "
+            "and start again from the last checkpoint"
+        )
+
+
+def _due(freq: int | None, step: int) -> bool:
+    return freq is not None and step % freq == 0
+
+
+def _accuracy(row: Row, step: int) -> str:
+    """One line of held-out accuracies."""
+    parts = [f"{key.removeprefix('val/')} {value:.3f}" for key, value in row.items() if key.startswith("val/") and "/acc/" in key]
+    return f"held-out at step {step}: " + ", ".join(parts)
+
+
+def _report_saves(run: Run) -> None:
+    """A background save that failed is said at once; training goes on, and the older checkpoints stay."""
+    try:
+        run.saver.check()
+    except CheckpointError as problem:
+        run.progress.say(problem.report())
+
+
+def _finish(folder: Path) -> None:
+    """Draw the plots and say where everything is."""
+    picture = None
+    try:
+        picture = draw(folder)
+    except Exception as problem:
+        say(f"warning: no plots ({type(problem).__name__}: {problem}); metrics.jsonl is complete")
+    say(f"plots:    {picture}" if picture else "plots:    none")
+    say(f"samples:  {folder / 'completions'}")
+    say(f"metrics:  {folder / 'metrics.jsonl'}")
+    say(f"weights:  {folder / 'checkpoints'}  (python -m jaxrl_llm export --run_dir={folder} writes a Hugging Face folder)")
+
+
+# Other uses of a run's parts -------------------------------------------------------------------------------------------
+
+
+def evaluate(config: Config) -> int:
+    """Print held-out metrics of the newest checkpoint of the run folder, or of the first weights; writes nothing there."""
+    if not config.data.val_files:
+        raise ConfigError("data.val_files: got an empty list, need held-out prompts to evaluate on")
+    runtime.start_process(config)
+    folder = Path(config.trainer.run_dir or "")
+    parts = assembly.build(config, say)
+    saver = Checkpointer(folder / "checkpoints", keep=None, log=say)
+    restored = saver.restore(assembly.abstract_state(parts)) if folder.is_dir() else None
+    state = restored[1] if restored else assembly.first_state(parts)
+    with runtime.Signals() as signals, make_grader(config.reward) as grader, Progress(1) as progress:
+        run = Run(
+            folder=folder,
+            signals=signals,
+            grader=grader,
+            keys=itertools.count(),
+            log=metrics.MetricsLog(None),
+            progress=progress,
+            saver=saver,
+            phases=metrics.Phases(),
+            compilations=metrics.CompileCounter(),
+            history=[],
+        )
+        try:
+            row = validate(parts, run, state, int(state.step))
+        except runtime.StopRequested:
+            raise Interrupted("stopped by a signal; nothing was written") from None
+    say(f"weights of step {int(state.step)} ({'checkpoint' if restored else config.model.path})")
+    for name, value in row.items():
+        say(f"{name} {value:.4f}")
+    return EXIT_OK
+
+
+def export(folder: Path, target: Path, dtype: str) -> None:
+    """Write the newest verified policy of a run as a Hugging Face folder; the target is complete or absent."""
+    from jaxrl_llm.models import weights
+
+    config = runtime.read_config(folder)
+    if config is None:
+        raise DataError(f"{folder} holds no config.json; need the folder of a run")
+    runtime.start_process(config)
+    parts = assembly.build(config, say)
+    restored = Checkpointer(folder / "checkpoints", keep=None, log=say).restore(assembly.abstract_state(parts))
+    if restored is None:
+        raise DataError(f"{folder} holds no checkpoint yet; set trainer.save_freq or let the run end")
+    step, state, _ = restored
+    fault.point("in_export", step)
+    files = parts.tokenizer.files()
+    weights.save_hf(target, parts.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files)
+    say(f"step {step} -> {target}")

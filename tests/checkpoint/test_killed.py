@@ -1,0 +1,185 @@
+"""Processes killed in the middle of saves and deletions, and two processes that save one tree."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import fault
+from tests.checkpoint.rig import (
+    abstract,
+    bits,
+    saver_for,
+)
+
+WORKER = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxrl_llm.checkpoint import Checkpointer
+
+
+def say(*words):
+    # one write per line: two threads speak
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+directory, keep, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+rows = 4096
+like = {"w": jax.ShapeDtypeStruct((rows, 64), jnp.float32), "n": jax.ShapeDtypeStruct((), jnp.int32)}
+noise = jax.random.normal(jax.random.key(0), (rows, 64))
+checkpointer = Checkpointer(directory, keep=keep, log=lambda line: say("log", line))
+found = checkpointer.restore(like)
+start = found[0] if found else 0
+say("start", start)
+for step in range(start + 1, last + 1):
+    checkpointer.check()
+    checkpointer.save(step, {"w": noise * step, "n": jnp.int32(step)}, {"row": step})
+    say("saved", step)
+checkpointer.wait()
+say("finished")
+"""
+
+
+def worker(directory, keep, last, plan=None):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment.pop(fault.PLAN_VARIABLE, None)
+    if plan:
+        environment[fault.PLAN_VARIABLE] = plan
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(directory), str(keep), str(last)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def newest_whole(directory, keep):
+    """Restore in this process and compare every bit with what the worker must have saved."""
+    checkpointer, log = saver_for(directory, keep)
+    noise = jax.random.normal(jax.random.key(0), (4096, 64))
+    step, back, run = checkpointer.restore(abstract({"w": noise, "n": jnp.int32(0)}))
+    assert bits(back) == bits({"w": noise * step, "n": jnp.int32(step)})
+    assert run == {"row": step} and step == checkpointer.steps()[-1]
+    return step, log
+
+
+def test_killed_during_a_save_then_during_a_deletion_then_finished(tmp_path):
+    process = worker(tmp_path, 2, 9, "in_save:3:kill")
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    names = {path.name for path in tmp_path.iterdir()}
+    assert f"00000003.saving-{process.pid}" in names and "00000003" not in names
+    assert newest_whole(tmp_path, 2)[0] == 2
+
+    process = worker(tmp_path, 2, 9, "in_delete:3:kill")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL and "start 2" in out
+    assert "removing" in out and ".saving-" in out
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "00000003.deleting" in names and "00000003" not in names
+    step, log = newest_whole(tmp_path, 2)
+    assert step == 5 and any("00000003.deleting" in line for line in log)
+
+    process = worker(tmp_path, 2, 7)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and "finished" in out, error
+    assert newest_whole(tmp_path, 2)[0] == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "00000006",
+        "00000007",
+        "owner.json",
+    ]
+
+
+def kill_at_random(directory, draw, last):
+    """Kill a worker a moment after some save began; return the newest step whose `save` had returned."""
+    process = worker(directory, 2, last)
+    assert process.stdout is not None
+    seen, wanted = 0, draw.randint(2, 6)
+    try:
+        for line in process.stdout:
+            if line.startswith("saved"):
+                seen, wanted = int(line.split()[1]), wanted - 1
+                if wanted == 0:
+                    time.sleep(draw.uniform(0.0, 0.15))
+                    break
+    finally:
+        process.kill()
+        rest, _ = process.communicate(timeout=60)
+    later = [int(line.split()[1]) for line in rest.splitlines() if line.startswith("saved")]
+    return max([seen, *later])
+
+
+@pytest.mark.slow
+def test_twelve_kills_at_random_moments(tmp_path):
+    draw = random.Random(7)
+    for _ in range(12):
+        begun = kill_at_random(tmp_path, draw, 10_000)
+        step, _ = newest_whole(tmp_path, 2)
+        assert begun - 2 <= step <= begun + 1
+
+
+PEER = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxrl_llm.checkpoint import Checkpointer, tree_digests
+
+directory, address, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.distributed.initialize(address, 2, rank, initialization_timeout=60)
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+host = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+
+def put(array, spec):
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda at: array[at])
+
+state = {"w": put(host, P("data")), "r": put(host[0], P()), "n": jnp.int32(3)}
+checkpointer = Checkpointer(directory, keep=2)
+checkpointer.save(1, state, {"row": 1})
+checkpointer.wait()
+multihost_utils.sync_global_devices("saved")
+like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+step, back, run = checkpointer.restore(like)
+assert (step, run, back["w"].sharding) == (1, {"row": 1}, like["w"].sharding)
+assert tree_digests(back) == tree_digests(state)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_one_tree_that_one_process_restores(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    peers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PEER, str(tmp_path), address, str(rank)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for peer in peers:
+        _, error = peer.communicate(timeout=120)
+        assert peer.returncode == 0, error
+    host = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
+    state = {"w": jnp.asarray(host), "r": jnp.asarray(host[0]), "n": jnp.int32(3)}
+    step, back, _ = saver_for(tmp_path)[0].restore(abstract(state))
+    assert step == 1 and bits(back) == bits(state)

@@ -1,0 +1,102 @@
+"""Small models and batches that several test files share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import learner, sharding
+from jaxrl_llm.checks import MeshShape
+from jaxrl_llm.models import families, transformer
+from jaxrl_llm.records import AlgorithmState, Batch
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def model() -> families.ModelConfig:
+    """A Llama of two layers and a vocabulary of 29."""
+    return families.from_hf(dict(HF))
+
+
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+    """A mesh over the first `data * fsdp * tensor` of the fake devices."""
+    shape = MeshShape(data, fsdp, tensor)
+    return sharding.make_mesh(shape, jax.devices()[: data * fsdp * tensor])
+
+
+def network(on: jax.sharding.Mesh, remat: bool = False) -> learner.Network:
+    """The tiny model on a mesh, float32."""
+    return learner.Network(model(), on, jnp.dtype("float32"), remat)
+
+
+def params(on: jax.sharding.Mesh, scale: float = 8.0) -> Any:
+    """Random parameters, larger than at initialisation so that log-probs differ, placed by the rules."""
+    config = model()
+    values = transformer.init(config, jax.random.key(3))
+    values = jax.tree.map(lambda x: x * scale if x.ndim > 2 else x, values)
+    placed = sharding.param_shardings(on, families.param_dims(config), values)
+    return jax.device_put(values, placed)
+
+
+def ragged_batch(groups: int = 4, group: int = 3, prompt: int = 5, response: int = 7) -> Batch:
+    """Host rows of uneven lengths: one without trained tokens, one truncated (full width); values of every kind filled in."""
+    random = np.random.default_rng(0)
+    rows = groups * group
+    width = prompt + response
+    prompt_lengths = np.repeat(random.integers(1, prompt + 1, groups), group)
+    lengths = random.integers(1, response, rows)
+    lengths[1] = response
+    columns = np.arange(width)[None, :]
+    real = (columns >= (prompt - prompt_lengths)[:, None]) & (columns < (prompt + lengths)[:, None])
+    mask = np.arange(response)[None, :] < lengths[:, None]
+    mask[5] = False
+    def noise(scale: float = 1.0) -> np.ndarray:
+        return (scale * random.standard_normal((rows, response))).astype(np.float32)
+
+    logprobs = -np.abs(noise(2.0)) - 2.0
+    return Batch(
+        tokens=np.where(real, random.integers(3, 29, (rows, width)), 0).astype(np.int32),
+        segments=real.astype(np.int32),
+        positions=np.where(real, columns - (prompt - prompt_lengths)[:, None], 0).astype(np.int32),
+        mask=mask,
+        sampler_logprobs=logprobs,
+        scores=random.integers(0, 2, rows).astype(np.float32),
+        group_ids=np.repeat(np.arange(groups, dtype=np.int32), group),
+        valid=np.ones(rows, bool),
+        old_logprobs=logprobs,
+        ref_logprobs=logprobs + noise(0.1),
+        values=noise(),
+        advantages=noise(),
+        returns=noise(),
+    )
+
+
+def algorithm() -> AlgorithmState:
+    """KL coefficients of 0.1 in both places."""
+    return learner.init_algorithm_state(0.1, 0.1)
+
+
+def worst_difference(a: Any, b: Any) -> float:
+    """The largest `max|a - b| / max|a|` over the leaves of two trees."""
+    def one(x: Any, y: Any) -> float:
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        return float(np.max(np.abs(x - y)) / max(np.max(np.abs(x)), 1e-30))
+
+    return max(jax.tree.leaves(jax.tree.map(one, jax.device_get(a), jax.device_get(b))))
