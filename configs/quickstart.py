@@ -37,5 +37,7 @@ def get_config() -> Config:
         actor=ActorKnobs(ppo_mini_batch_size=32, optim=OptimKnobs(lr=1e-3)),
         critic=CriticKnobs(optim=OptimKnobs(lr=1e-3)),
         rollout=RolloutKnobs(n=8, decode_chunk=16),
-        trainer=TrainerKnobs(total_training_steps=30, save_freq=10, test_freq=10, project_name="quickstart"),
+        trainer=TrainerKnobs(
+            total_training_steps=30, save_freq=10, test_freq=10, project_name="quickstart"
+        ),
     )

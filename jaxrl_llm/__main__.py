@@ -13,7 +13,9 @@ COMMANDS = {
 def usage() -> str:
     """The list of commands."""
     lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: python -m jaxrl_llm COMMAND [--config=FILE] [--SECTION.SETTING=VALUE ...]", *lines])
+    return "\n".join(
+        ["usage: python -m jaxrl_llm COMMAND [--config=FILE] [--SECTION.SETTING=VALUE ...]", *lines]
+    )
 
 
 def run(words: list[str] | None = None) -> int:
@@ -24,7 +26,10 @@ def run(words: list[str] | None = None) -> int:
         return 0 if words else 64
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
-        print(f"unknown command {name!r}; need one of {', '.join(COMMANDS)}\n{usage()}", file=sys.stderr)
+        print(
+            f"unknown command {name!r}; need one of {', '.join(COMMANDS)}\n{usage()}",
+            file=sys.stderr,
+        )
         return 64
     command = importlib.import_module(f"jaxrl_llm.commands.{name}")
     return int(command.run(rest, prog=f"python -m jaxrl_llm {name}"))

@@ -14,10 +14,18 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm import learner, sharding, summary, tokenizer
+from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.checks import MeshShape, mesh_shape
 from jaxrl_llm.config import Config, needs_critic, needs_reference
 from jaxrl_llm.console import start_table
-from jaxrl_llm.data import PromptSet, PromptStream, build_prompts, load_rows, make_stream, shared_rows
+from jaxrl_llm.data import (
+    PromptSet,
+    PromptStream,
+    build_prompts,
+    load_rows,
+    make_stream,
+    shared_rows,
+)
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.knobs import DataKnobs, OptimKnobs
 from jaxrl_llm.models import families, gguf, heads, transformer, weights
@@ -85,7 +93,13 @@ def compute_dtype(name: str) -> Any:
 
 
 def load_prompts(
-    config: Config, files: tuple[str, ...], limit: int | None, reader: tokenizer.Tokenizer, vocabulary: int, say: Say, what: str
+    config: Config,
+    files: tuple[str, ...],
+    limit: int | None,
+    reader: tokenizer.Tokenizer,
+    vocabulary: int,
+    say: Say,
+    what: str,
 ) -> PromptSet:
     """Read, render and measure prompts, and say what was left out."""
     knobs: DataKnobs = config.data
@@ -108,6 +122,26 @@ def load_prompts(
     details = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     say(f"{what}: {len(prompts.prompts):,} prompts" + (f" ({details})" if details else ""))
     return prompts
+
+
+def _prompt_sets(
+    config: Config, reader: tokenizer.Tokenizer, vocabulary: int, say: Say
+) -> tuple[PromptSet, PromptSet | None]:
+    """Training and validation prompts, with a warning where they share rows."""
+    knobs = config.data
+    train = load_prompts(
+        config, knobs.train_files, knobs.train_max_samples, reader, vocabulary, say, "training"
+    )
+    if not knobs.val_files:
+        return train, None
+    val = load_prompts(
+        config, knobs.val_files, knobs.val_max_samples, reader, vocabulary, say, "validation"
+    )
+    if shared := shared_rows(train, val):
+        say(
+            f"warning: {shared} validation prompts are training prompts too; held-out accuracy will flatter"
+        )
+    return train, val
 
 
 def scoring_temperature(config: Config) -> float:
@@ -137,17 +171,21 @@ def _trained(
         head = jax.ShapeDtypeStruct((model.width,), jnp.float32)
         abstract = {"trunk": abstract, "value_head": {"kernel": head}}
     network = learner.Network(model, mesh, compute_dtype(config.model.compute_dtype), remat)
-    schedule = learner.make_schedule(optim, total_steps * plan.optimizer_steps)
-    optimizer = learner.make_optimizer(optim, schedule)
+    schedule = optimizers.make_schedule(optim, total_steps * plan.optimizer_steps)
+    optimizer = optimizers.make_optimizer(optim, schedule)
     if critic:
         loss_fn = learner.make_critic_loss(network, config.critic)
     else:
-        loss_fn = learner.make_actor_loss(network, config.actor, scoring_temperature(config), on_policy)
+        loss_fn = learner.make_actor_loss(
+            network, config.actor, scoring_temperature(config), on_policy
+        )
     update = learner.make_update(loss_fn, optimizer, schedule, plan, mesh)
     return Trained(network, path, optimizer, shardings, abstract, update)
 
 
-def slots_for(config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, say: Say) -> int | None:
+def slots_for(
+    config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, say: Say
+) -> int | None:
     """Sequences decoded at once: the setting, or what the device memory leaves after the weights; `None` is the whole batch."""
     if config.rollout.max_num_seqs is not None:
         return config.rollout.max_num_seqs
@@ -157,7 +195,9 @@ def slots_for(config: Config, model: families.ModelConfig, dtype: Any, mesh: Mes
         return None
     columns = config.data.max_prompt_length + config.data.max_response_length
     tensor = mesh.shape["tensor"]
-    per_sequence = 2 * model.num_layers * columns * model.num_kv_heads * model.head_size * dtype.itemsize
+    per_sequence = (
+        2 * model.num_layers * columns * model.num_kv_heads * model.head_size * dtype.itemsize
+    )
     weights_bytes = 4 * families.parameter_count(model) // tensor
     room = limit * config.rollout.gpu_memory_utilization - weights_bytes
     per_shard = int(room // (per_sequence / tensor))
@@ -168,7 +208,9 @@ def slots_for(config: Config, model: families.ModelConfig, dtype: Any, mesh: Mes
             "tensor_model_parallel_size, or shorten the responses"
         )
     slots = per_shard * sharding.shards(mesh)
-    say(f"rollout.max_num_seqs: {slots:,} sequences fit the memory that gpu_memory_utilization leaves")
+    say(
+        f"rollout.max_num_seqs: {slots:,} sequences fit the memory that gpu_memory_utilization leaves"
+    )
     return slots
 
 
@@ -182,18 +224,10 @@ def build(config: Config, say: Say) -> Parts:
     opened = open_model(config.model.path)
     model = opened[0]
     reader = tokenizer.load(
-        config.model.tokenizer_path or config.model.path, extra_stop_ids=config.rollout.stop_token_ids
+        resolve_model_path(config.model.tokenizer_path or config.model.path),
+        extra_stop_ids=config.rollout.stop_token_ids,
     )
-    train = load_prompts(
-        config, config.data.train_files, config.data.train_max_samples, reader, model.vocab_size, say, "training"
-    )
-    val = None
-    if config.data.val_files:
-        val = load_prompts(
-            config, config.data.val_files, config.data.val_max_samples, reader, model.vocab_size, say, "validation"
-        )
-        if shared := shared_rows(train, val):
-            say(f"warning: {shared} validation prompts are training prompts too; held-out accuracy will flatter")
+    train, val = _prompt_sets(config, reader, model.vocab_size, say)
     stream = make_stream(
         len(train.prompts),
         batch_size=config.data.train_batch_size,
@@ -201,10 +235,16 @@ def build(config: Config, say: Say) -> Parts:
         seed=config.data.seed or 0,
         num_workers=config.data.num_workers,
     )
-    total = config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
+    total = (
+        config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
+    )
     parameters = families.parameter_count(model)
     lines = summary.start_lines(
-        config, shape, steps_per_epoch=stream.steps_per_epoch, total_steps=total, parameters=parameters
+        config,
+        shape,
+        steps_per_epoch=stream.steps_per_epoch,
+        total_steps=total,
+        parameters=parameters,
     )
     say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
     plan = learner.Plan(
@@ -233,7 +273,9 @@ def build(config: Config, say: Say) -> Parts:
         stream=stream,
         mesh=mesh,
         rollout_mesh=decode_mesh,
-        rollout_shardings=sharding.param_shardings(decode_mesh, families.param_dims(model), actor.abstract),
+        rollout_shardings=sharding.param_shardings(
+            decode_mesh, families.param_dims(model), actor.abstract
+        ),
         engine=make_engine(
             model,
             decode_mesh,
@@ -249,9 +291,15 @@ def build(config: Config, say: Say) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        score=learner.make_score(actor.network, config.rollout.log_prob_micro_batch_size_per_device),
-        score_reference=learner.make_score(actor.network, config.ref.log_prob_micro_batch_size_per_device),
-        values=learner.make_values(critic.network, config.critic.ppo_micro_batch_size_per_device) if critic else None,
+        score=learner.make_score(
+            actor.network, config.rollout.log_prob_micro_batch_size_per_device
+        ),
+        score_reference=learner.make_score(
+            actor.network, config.ref.log_prob_micro_batch_size_per_device
+        ),
+        values=learner.make_values(critic.network, config.critic.ppo_micro_batch_size_per_device)
+        if critic
+        else None,
         prepare=learner.make_advantages(
             config.algorithm,
             prompts=config.data.train_batch_size,
@@ -266,7 +314,11 @@ def build(config: Config, say: Say) -> Parts:
 
 
 def _critic(
-    config: Config, mesh: Mesh, opened: tuple[families.ModelConfig, Any], plan: learner.Plan, total: int
+    config: Config,
+    mesh: Mesh,
+    opened: tuple[families.ModelConfig, Any],
+    plan: learner.Plan,
+    total: int,
 ) -> Trained:
     knobs = config.critic
     path = knobs.path or config.model.path
@@ -333,7 +385,7 @@ def first_state(parts: Parts) -> TrainState:
 
     def fresh(trained: Trained, critic: bool) -> ModelState:
         params = _first_params(trained, critic)
-        return learner.init_model_state(trained.optimizer, params, trained.shardings, parts.mesh)
+        return optimizers.init_model_state(trained.optimizer, params, trained.shardings, parts.mesh)
 
     actor = fresh(parts.actor, critic=False)
     critic = fresh(parts.critic, critic=True) if parts.critic else None
@@ -355,9 +407,14 @@ def abstract_state(parts: Parts) -> TrainState:
     """Shapes, dtypes and shardings of the whole state, for a restore without loading weights first."""
 
     def described(trained: Trained) -> ModelState:
-        placed = learner.state_shardings(trained.optimizer, trained.abstract, trained.shardings, parts.mesh)
+        placed = optimizers.state_shardings(
+            trained.optimizer, trained.abstract, trained.shardings, parts.mesh
+        )
         moments = jax.eval_shape(trained.optimizer.init, trained.abstract)
-        with_sharding = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+
+        def with_sharding(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
         return ModelState(
             trainable=jax.tree.map(with_sharding, trained.abstract, trained.shardings),
             frozen={},
@@ -368,5 +425,7 @@ def abstract_state(parts: Parts) -> TrainState:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _scalars(parts)
     )
     return TrainState(
-        actor=described(parts.actor), critic=described(parts.critic) if parts.critic else None, **scalars
+        actor=described(parts.actor),
+        critic=described(parts.critic) if parts.critic else None,
+        **scalars,
     )

@@ -9,15 +9,16 @@ Left out on purpose: anything that needs a file, a tokenizer or a model (those r
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.algorithms.names import GROUP_ESTIMATORS
 from jaxrl_llm.algorithms.names import canonical as canonical_kl
-from jaxrl_llm.config import Config, needs_critic, needs_reference, normal, resolve, type_problems
+from jaxrl_llm.config import Config, needs_critic, normal, resolve, type_problems, value_at
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.notices import notices as notices
 from jaxrl_llm.rewards.table import check_settings
 
 
@@ -100,139 +101,6 @@ def _put(config: Any, names: list[str], value: object) -> Any:
     return replace(config, **{names[0]: value})
 
 
-def notices(config: Config) -> list[str]:
-    """One line for every setting that was given and that this (resolved) run cannot use without being wrong for it."""
-    c, plain = config, resolve(Config())
-    lines = []
-    for paths, why in UNUSED:
-        reason = why(c)
-        given = [path for path in paths.split() if value_at(c, path) != value_at(plain, path)]
-        if reason and given:
-            lines.append(f"{', '.join(given)} not used: {reason}")
-    if not needs_reference(c) and c.ref.path not in (None, c.model.path):
-        lines.append("ref.path not used: no KL term is on, so no reference is loaded")
-    if not needs_critic(c) and c.critic.path not in (None, c.model.path):
-        lines.append("critic.path not used: this run has no critic")
-    if c.actor.clip_ratio not in (
-        c.actor.clip_ratio_low,
-        c.actor.clip_ratio_high,
-        0.2,
-    ) and None not in (
-        c.actor.clip_ratio_low,
-        c.actor.clip_ratio_high,
-    ):
-        lines.append("actor.clip_ratio not used: clip_ratio_low and clip_ratio_high are both set")
-    steps = c.trainer.total_training_steps
-    if needs_critic(c) and steps is not None and c.trainer.critic_warmup >= steps:
-        lines.append(
-            f"trainer.critic_warmup = {c.trainer.critic_warmup} covers all {steps} steps: the policy never learns"
-        )
-    return lines
-
-
-Why = Callable[[Config], str | bool]
-
-UNUSED: tuple[tuple[str, Why], ...] = (
-    (
-        "ref.param_offload algorithm.kl_ctrl.type",
-        lambda c: not needs_reference(c) and "no KL term is on, so no reference is loaded",
-    ),
-    (
-        "algorithm.kl_penalty algorithm.kl_ctrl.kl_coef",
-        lambda c: not c.algorithm.use_kl_in_reward and "algorithm.use_kl_in_reward is off",
-    ),
-    (
-        "actor.kl_loss_coef actor.kl_loss_type",
-        lambda c: not c.actor.use_kl_loss and "actor.use_kl_loss is off",
-    ),
-    (
-        "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon",
-        lambda c: c.algorithm.kl_ctrl.type == "fixed" and "algorithm.kl_ctrl.type is fixed",
-    ),
-    (
-        "algorithm.gamma algorithm.lam",
-        lambda c: (
-            c.algorithm.adv_estimator != "gae" and f"{c.algorithm.adv_estimator} discounts nothing"
-        ),
-    ),
-    (
-        "algorithm.norm_adv_by_std_in_grpo algorithm.group_eps",
-        lambda c: (
-            c.algorithm.adv_estimator != "grpo" and f"the estimator is {c.algorithm.adv_estimator}"
-        ),
-    ),
-    (
-        "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.lr_scheduler_type critic.optim.weight_decay "
-        "critic.optim.betas critic.optim.clip_grad critic.cliprange_value critic.loss_agg_mode trainer.critic_warmup",
-        lambda c: not needs_critic(c) and "this run has no critic",
-    ),
-    (
-        "trainer.test_freq validation.n data.val_max_samples",
-        lambda c: not c.data.val_files and "data.val_files is empty",
-    ),
-    (
-        "rollout.temperature rollout.top_k rollout.top_p",
-        lambda c: not c.rollout.do_sample and "rollout.do_sample is off",
-    ),
-    (
-        "data.truncation",
-        lambda c: (
-            c.data.filter_overlong_prompts
-            and "data.filter_overlong_prompts drops long prompts first"
-        ),
-    ),
-    (
-        "data.plain_template",
-        lambda c: c.data.prompt_format == "chat" and "data.prompt_format is chat",
-    ),
-    (
-        "data.system_prompt data.fold_system_prompt",
-        lambda c: c.data.prompt_format == "plain" and "data.prompt_format is plain",
-    ),
-    ("data.max_bad_rows_share", lambda c: c.data.bad_rows == "error" and "data.bad_rows is error"),
-    (
-        "reward.gsm8k_method",
-        lambda c: "gsm8k" not in c.reward.functions and "gsm8k is not among reward.functions",
-    ),
-    (
-        "reward.format_pattern",
-        lambda c: "format" not in c.reward.functions and "format is not among reward.functions",
-    ),
-    (
-        "reward.length_penalty_per_token",
-        lambda c: (
-            "length_penalty" not in c.reward.functions
-            and "length_penalty is not among reward.functions"
-        ),
-    ),
-    (
-        "actor.optim.min_lr_ratio",
-        lambda c: (
-            c.actor.optim.lr_scheduler_type == "constant"
-            and "actor.optim.lr_scheduler_type is constant"
-        ),
-    ),
-    (
-        "actor.shuffle",
-        lambda c: (
-            c.actor.ppo_mini_batch_size == c.data.train_batch_size
-            and "one mini-batch holds the whole batch"
-        ),
-    ),
-    (
-        "trainer.log_completions_count",
-        lambda c: c.trainer.log_completions_freq is None and "trainer.log_completions_freq is none",
-    ),
-    (
-        "trainer.total_epochs",
-        lambda c: (
-            c.trainer.total_training_steps is not None and "trainer.total_training_steps is set"
-        ),
-    ),
-)
-"""Settings, and when and why a run does not use them; a line appears only where they differ from their defaults."""
-
-
 def _required(c: Config) -> Iterator[str]:
     if not c.model.path:
         yield "model.path: got '', need a model; set a Hugging Face folder or id, a .gguf file or package:MODULE/PATH"
@@ -263,24 +131,33 @@ SHARES = (
     "algorithm.gamma algorithm.lam rollout.top_p validation.top_p rollout.gpu_memory_utilization "
     "data.max_bad_rows_share reward.max_failed_share actor.optim.min_lr_ratio critic.optim.min_lr_ratio"
 )
+TAKEN_FROM = {
+    "critic.ppo_epochs": "actor.ppo_epochs",
+    "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    "critic.ppo_micro_batch_size_per_device": "actor.ppo_micro_batch_size_per_device",
+    "rollout.log_prob_micro_batch_size_per_device": "actor.ppo_micro_batch_size_per_device",
+    "ref.log_prob_micro_batch_size_per_device": "rollout.log_prob_micro_batch_size_per_device",
+    "data.val_batch_size": "data.train_batch_size",
+    "data.seed": "trainer.seed",
+    "actor.clip_ratio_low": "actor.clip_ratio",
+    "actor.clip_ratio_high": "actor.clip_ratio",
+}
+"""Settings that `resolve` fills from others: a bad value is reported once, where it was given."""
 OPEN_AT_ZERO = {"rollout.top_p", "validation.top_p", "rollout.gpu_memory_utilization"}
 
 
-def value_at(config: Config, path: str) -> object:
-    """The value of a dotted path."""
-    value: object = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+def _taken_over(c: Config, path: str) -> bool:
+    return path in TAKEN_FROM and value_at(c, path) == value_at(c, TAKEN_FROM[path])
 
 
 def _ranges(c: Config) -> Iterator[str]:
-    for path in POSITIVE.split():
+    own = [path for path in f"{POSITIVE} {NOT_NEGATIVE}".split() if not _taken_over(c, path)]
+    for path in (path for path in POSITIVE.split() if path in own):
         value = value_at(c, path)
         if isinstance(value, int | float) and value <= 0:
             extra = "; leave it out or set none to switch it off" if path.endswith("_freq") else ""
             yield f"{path}: got {value}, need more than 0{extra}"
-    for path in NOT_NEGATIVE.split():
+    for path in (path for path in NOT_NEGATIVE.split() if path in own):
         value = value_at(c, path)
         if isinstance(value, int | float) and value < 0:
             yield f"{path}: got {value}, need 0 or more"
@@ -389,11 +266,7 @@ def _trainer(c: Config) -> Iterator[str]:
                 "a dot, at most 128 characters)"
             )
     run_dir = c.trainer.run_dir or ""
-    if (
-        re.search(r"[\x00-\x1f\x7f]", run_dir)
-        or len(run_dir) > 1024
-        or any(len(os.fsencode(part)) > 255 for part in Path(run_dir).parts)
-    ):
+    if not _sane(run_dir):
         yield (
             f"trainer.run_dir: got {run_dir[:80]!r} ({len(run_dir)} characters), need a path without control characters, "
             "of at most 1024 characters and 255 bytes per folder name"
@@ -413,6 +286,19 @@ def _trainer(c: Config) -> Iterator[str]:
         for field in ("param_offload", "optimizer_offload"):
             if getattr(knobs, field):
                 yield f"{name}.{field} = true: not available yet; set it to false (ref.param_offload works)"
+
+
+def _sane(path: str) -> bool:
+    """Whether file systems take a path: encodable, no control characters, parts of at most 255 bytes."""
+    try:
+        sizes = [len(os.fsencode(part)) for part in Path(path).parts]
+    except UnicodeEncodeError:
+        return False
+    return (
+        not re.search(r"[\x00-\x1f\x7f]", path)
+        and len(path) <= 1024
+        and max(sizes, default=0) <= 255
+    )
 
 
 def _writable(run_dir: str) -> Iterator[str]:

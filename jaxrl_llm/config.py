@@ -9,6 +9,7 @@ Left out on purpose: registries, string interpolation between settings, and sett
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -93,7 +94,12 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield f"{prefix}{declared.name}", declared, value
 
 
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
+    return _cached_hints(kind)
+
+
+@functools.cache
+def _cached_hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
@@ -124,6 +130,14 @@ def nearest(config: Config, path: str) -> str | None:
     if close := difflib.get_close_matches(last, lasts, n=1, cutoff=0.7):
         return lasts[close[0]]
     return None
+
+
+def value_at(config: Config, path: str) -> object:
+    """The value of a dotted path."""
+    value: object = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 # Values ------------------------------------------------------------------------------------------------------------------

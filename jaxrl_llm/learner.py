@@ -8,7 +8,7 @@ Left out on purpose: packed rows, correction weights between sampler and trainer
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm import masking, sharding
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms import kl as kls
-from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs, OptimKnobs
+from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs
 from jaxrl_llm.models import heads, transformer
 from jaxrl_llm.models.families import ModelConfig
+from jaxrl_llm.optimizer import optimizer_count
 from jaxrl_llm.records import AlgorithmState, Batch, ModelState, Params
 
 Array = jax.Array
@@ -136,7 +137,9 @@ def pieces_of(rows: int, per_device: int | None, mesh: Mesh) -> tuple[int, int]:
     return -(-rows // (share * shards)), share * shards
 
 
-def _over_pieces(fn: Callable[[Batch], Any], batch: Batch, per_device: int | None, mesh: Mesh) -> Any:
+def _over_pieces(
+    fn: Callable[[Batch], Any], batch: Batch, per_device: int | None, mesh: Mesh
+) -> Any:
     total = batch.tokens.shape[0]
     count, size = pieces_of(total, per_device, mesh)
     outputs = jax.lax.map(fn, split_rows(batch, count, size, mesh))
@@ -148,7 +151,9 @@ def _over_pieces(fn: Callable[[Batch], Any], batch: Batch, per_device: int | Non
     return jax.tree.map(join, outputs)
 
 
-def make_score(network: Network, micro_rows: int | None) -> Callable[[Params, Batch, Array], Scores]:
+def make_score(
+    network: Network, micro_rows: int | None
+) -> Callable[[Params, Batch, Array], Scores]:
     """A jitted `score(params, batch, temperature) -> Scores [B Tr]`, `micro_rows` trajectories per device at a time."""
 
     def score(params: Params, batch: Batch, temperature: Array) -> Scores:
@@ -176,10 +181,14 @@ def make_values(network: Network, micro_rows: int | None) -> Callable[[Params, B
 # Losses over rows ------------------------------------------------------------------------------------------------------
 
 Sums = dict[str, Array]
-LossFn = Callable[[Params, Batch, masking.Counts, Array, AlgorithmState], tuple[Array, tuple[Sums, Sums]]]
+LossFn = Callable[
+    [Params, Batch, masking.Counts, Array, AlgorithmState], tuple[Array, tuple[Sums, Sums]]
+]
 
 
-def make_actor_loss(network: Network, knobs: ActorKnobs, temperature: float, on_policy: bool) -> LossFn:
+def make_actor_loss(
+    network: Network, knobs: ActorKnobs, temperature: float, on_policy: bool
+) -> LossFn:
     """The policy's loss over rows: clipped surrogate + `kl_loss_coef` KL - `entropy_coeff` entropy, each aggregated alike.
 
     With `on_policy` (one optimizer step per rollout) the old log-probs are this forward's own, as they would be equal
@@ -188,10 +197,16 @@ def make_actor_loss(network: Network, knobs: ActorKnobs, temperature: float, on_
     kind = kls.canonical(knobs.kl_loss_type)
 
     def loss_fn(
-        params: Params, rows: Batch, counts: masking.Counts, group_tokens: Array, state: AlgorithmState
+        params: Params,
+        rows: Batch,
+        counts: masking.Counts,
+        group_tokens: Array,
+        state: AlgorithmState,
     ) -> tuple[Array, tuple[Sums, Sums]]:
         hidden = network.hidden(params, rows)
-        scores = token_scores(network, params, hidden, response_tokens(rows), jnp.float32(temperature))
+        scores = token_scores(
+            network, params, hidden, response_tokens(rows), jnp.float32(temperature)
+        )
         fresh = jax.lax.stop_gradient(scores.logprobs)
         old = fresh if on_policy or rows.old_logprobs is None else rows.old_logprobs
         aggregate = partial(
@@ -216,7 +231,9 @@ def make_actor_loss(network: Network, knobs: ActorKnobs, temperature: float, on_
         total = policy - knobs.entropy_coeff * entropy
         parts = {"pg_loss": policy, "entropy_loss": entropy}
         if knobs.use_kl_loss:
-            kl = kls.estimate(scores.logprobs, rows.ref_logprobs, kind, old_logprobs=old, mask=rows.mask)
+            kl = kls.estimate(
+                scores.logprobs, rows.ref_logprobs, kind, old_logprobs=old, mask=rows.mask
+            )
             term = aggregate(kl)
             total = total + state.kl_coef_loss * term
             parts["kl_loss"] = term
@@ -232,8 +249,8 @@ def make_actor_loss(network: Network, knobs: ActorKnobs, temperature: float, on_
             "logprob_gap_max": jnp.max(masking.select(gap, rows.mask)),
             "ratio_deviation_max": jnp.max(masking.select(ratio, rows.mask)),
         }
-        stopped = jax.lax.stop_gradient((sums, maxima, parts))
-        return total, (stopped[0] | {f"part/{k}": v for k, v in stopped[2].items()}, stopped[1])
+        sums |= {f"part/{name}": value for name, value in parts.items()}
+        return total, jax.lax.stop_gradient((sums, maxima))
 
     return loss_fn
 
@@ -242,7 +259,11 @@ def make_critic_loss(network: Network, knobs: CriticKnobs) -> LossFn:
     """The critic's loss over rows: clipped squared error against the returns."""
 
     def loss_fn(
-        params: Params, rows: Batch, counts: masking.Counts, group_tokens: Array, state: AlgorithmState
+        params: Params,
+        rows: Batch,
+        counts: masking.Counts,
+        group_tokens: Array,
+        state: AlgorithmState,
     ) -> tuple[Array, tuple[Sums, Sums]]:
         del state
         values = heads.values(params["value_head"], network.hidden(params["trunk"], rows))
@@ -258,80 +279,6 @@ def make_critic_loss(network: Network, knobs: CriticKnobs) -> LossFn:
         return total, (jax.lax.stop_gradient(sums), {})
 
     return loss_fn
-
-
-# Optimizer -------------------------------------------------------------------------------------------------------------
-
-
-def make_schedule(knobs: OptimKnobs, total_steps: int) -> optax.Schedule:
-    """Learning rate by optimizer step: linear warm-up from `lr / warmup`, then constant, cosine or linear."""
-    warmup = knobs.lr_warmup_steps
-
-    def schedule(count: Array) -> Array:
-        count = jnp.asarray(count, jnp.float32)
-        ramp = jnp.minimum(1.0, (count + 1) / max(1, warmup))
-        left = jnp.clip((count - warmup) / max(1, total_steps - warmup), 0.0, 1.0)
-        shape = {
-            "constant": jnp.ones_like(left),
-            "linear": 1.0 - left,
-            "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * left)),
-        }[knobs.lr_scheduler_type]
-        if knobs.lr_scheduler_type != "constant":
-            shape = knobs.min_lr_ratio + (1.0 - knobs.min_lr_ratio) * shape
-        return knobs.lr * ramp * shape
-
-    return schedule
-
-
-def decayed(params: Params) -> Params:
-    """Which leaves get weight decay: matrices, that is kernels of two axes or more; norms, biases and the value head are spared."""
-
-    def one(path: tuple[Any, ...], leaf: Any) -> bool:
-        return getattr(path[-1], "key", "") == "kernel" and leaf.ndim >= 2
-
-    return jax.tree_util.tree_map_with_path(one, params)
-
-
-def make_optimizer(knobs: OptimKnobs, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping, float32 moments."""
-    adamw = optax.adamw(
-        schedule,
-        b1=knobs.betas[0],
-        b2=knobs.betas[1],
-        eps=knobs.eps,
-        weight_decay=knobs.weight_decay,
-        mask=decayed,
-    )
-    if knobs.clip_grad is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(knobs.clip_grad), adamw)
-
-
-def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh) -> Any:
-    """Shardings of an optimizer state: moments as their parameters, the rest replicated."""
-    abstract = jax.eval_shape(optimizer.init, params)
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, placed: placed,
-        abstract,
-        shardings,
-        transform_non_params=lambda _: sharding.replicated(mesh),
-    )
-
-
-def init_model_state(
-    optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh
-) -> ModelState:
-    """Fresh moments for placed parameters."""
-    placed = state_shardings(optimizer, params, shardings, mesh)
-    return ModelState(
-        trainable=params, frozen={}, opt_state=jax.jit(optimizer.init, out_shardings=placed)(params)
-    )
-
-
-def optimizer_count(opt_state: Any) -> Array:
-    """Optimizer steps taken so far (skipped ones do not count)."""
-    return optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0][1]
 
 
 # Update ----------------------------------------------------------------------------------------------------------------
@@ -375,13 +322,13 @@ def make_update(
     rows = plan.mini_prompts * plan.group
     count, size = pieces_of(rows, plan.micro_rows, mesh)
 
-    def accumulate(params: Params, mini: Batch, algorithm: AlgorithmState) -> tuple[Array, Params, Sums]:
+    def accumulate(params: Params, mini: Batch, algorithm: AlgorithmState) -> tuple[Any, Any, Any]:
         counts = masking.count(mini.mask, mini.group_ids, plan.prompts)
         per_group = masking.group_tokens(mini.mask, mini.group_ids, plan.prompts)
         micros, tokens = split_rows((mini, per_group), count, size, mesh)
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
-        def one(carry: Any, piece: tuple[Batch, Array]) -> tuple[Any, Sums]:
+        def one(carry: Any, piece: tuple[Batch, Array]) -> tuple[Any, Any]:
             loss, grads = carry
             (part, (sums, maxima)), new = grad_fn(params, piece[0], counts, piece[1], algorithm)
             return (loss + part, jax.tree.map(jnp.add, grads, new)), (sums, maxima)
@@ -404,8 +351,10 @@ def make_update(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         moved = optax.apply_updates(state.trainable, updates)
         choose = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
-        state = state.replace(
-            trainable=choose(moved, state.trainable), opt_state=choose(opt_state, state.opt_state)
+        state = replace(
+            state,
+            trainable=choose(moved, state.trainable),
+            opt_state=choose(opt_state, state.opt_state),
         )
         return (state, algorithm), metrics | {
             "loss": loss,
@@ -488,19 +437,28 @@ def make_advantages(
                 rewards, old, batch.ref_logprobs, batch.mask, coef=coef_reward, kind=kind
             )
             measured = kls.mean_sequence_kl(kl, batch.mask)
-            metrics |= {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": coef_reward}
+            metrics |= {
+                "actor/reward_kl_penalty": measured,
+                "actor/reward_kl_penalty_coeff": coef_reward,
+            }
             if knobs.kl_ctrl.type == "adaptive":
                 coef_reward = adapt(coef_reward, measured)
         if kl_loss_type is not None:
             metrics["actor/kl_coef"] = coef_loss
             if knobs.kl_ctrl.type == "adaptive":
-                kl = kls.estimate(old, batch.ref_logprobs, kls.canonical(kl_loss_type), old_logprobs=old, mask=batch.mask)
+                kl = kls.estimate(
+                    old,
+                    batch.ref_logprobs,
+                    kls.canonical(kl_loss_type),
+                    old_logprobs=old,
+                    mask=batch.mask,
+                )
                 coef_loss = adapt(coef_loss, kls.mean_sequence_kl(kl, batch.mask))
-        batch = batch.replace(token_rewards=rewards)
+        batch = replace(batch, token_rewards=rewards)
         values, returns, state = advantages.ADVANTAGES[knobs.adv_estimator](
             batch, knobs, state, num_groups=prompts
         )
-        state = state.replace(kl_coef_reward=coef_reward, kl_coef_loss=coef_loss)
-        return batch.replace(advantages=values, returns=returns), state, metrics
+        state = replace(state, kl_coef_reward=coef_reward, kl_coef_loss=coef_loss)
+        return replace(batch, advantages=values, returns=returns), state, metrics
 
     return jax.jit(prepare)

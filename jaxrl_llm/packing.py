@@ -17,7 +17,7 @@ from jaxrl_llm.records import Batch, Rollout
 def buckets(longest: int, smallest: int = 16) -> tuple[int, ...]:
     """Widths that batches are cut to: `longest` and its halves down to `smallest`, ascending."""
     widths = [longest]
-    while widths[-1] > smallest and widths[-1] % 2 == 0:
+    while widths[-1] % 2 == 0 and widths[-1] // 2 >= smallest:
         widths.append(widths[-1] // 2)
     return tuple(sorted(widths))
 
@@ -27,7 +27,9 @@ def bucket(length: int, widths: Sequence[int]) -> int:
     for width in widths:
         if length <= width:
             return width
-    raise ConfigError(f"a batch of length {length} does not fit: got widths {list(widths)}, need one of at least {length}")
+    raise ConfigError(
+        f"a batch of length {length} does not fit: got widths {list(widths)}, need one of at least {length}"
+    )
 
 
 def widths(
@@ -47,12 +49,19 @@ def make_rows(
     """Host arrays of a `Batch`: `B = P * G` rows of `prompt_width + response_width` columns.
 
     `scores [B]` are rewards of whole responses, `valid [B]` says which rows may enter statistics and the loss; an invalid row
-    keeps its tokens but trains nothing.
+    keeps its tokens but trains nothing. A width that would cut tokens off raises `ConfigError`.
     """
+    longest = int(rollout.prompt_lengths.max()), int(rollout.response_lengths.max())
+    if longest[0] > prompt_width or longest[1] > response_width:
+        raise ConfigError(
+            f"training rows: got widths {prompt_width} and {response_width}, need a prompt width of at least {longest[0]} and "
+            f"a response width of at least {longest[1]}; take them from `widths`"
+        )
     group = rollout.response_tokens.shape[0] // rollout.prompt_tokens.shape[0]
     prompts = _fit_left(rollout.prompt_tokens, prompt_width)
     tokens = np.concatenate(
-        [np.repeat(prompts, group, axis=0), _fit_right(rollout.response_tokens, response_width)], axis=1
+        [np.repeat(prompts, group, axis=0), _fit_right(rollout.response_tokens, response_width)],
+        axis=1,
     )
     prompt_lengths = np.repeat(rollout.prompt_lengths, group)
     columns = np.arange(tokens.shape[1])[None, :]
@@ -74,7 +83,9 @@ def make_rows(
 def _fit_left(tokens: np.ndarray, width: int) -> np.ndarray:
     """Cut or pad columns on the left (prompts are right-aligned)."""
     have = tokens.shape[1]
-    return tokens[:, have - width :] if have >= width else np.pad(tokens, ((0, 0), (width - have, 0)))
+    return (
+        tokens[:, have - width :] if have >= width else np.pad(tokens, ((0, 0), (width - have, 0)))
+    )
 
 
 def _fit_right(values: np.ndarray, width: int) -> np.ndarray:

@@ -22,11 +22,11 @@ Left out on purpose: behaviour. Nouns hold; the verbs are functions elsewhere.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from flax import struct
 
-Array = jax.Array | np.ndarray
+Array = Any
+"""A JAX array on the devices or a NumPy array on the host, as the docstring of the record says."""
 Params = dict[str, Any]
 
 END_EOS, END_STOP, END_LENGTH = 0, 1, 2
@@ -95,16 +95,16 @@ class Batch:
     scores: Array
     group_ids: Array
     valid: Array
-    old_logprobs: Array | None = None
-    ref_logprobs: Array | None = None
-    values: Array | None = None
-    token_rewards: Array | None = None
-    advantages: Array | None = None
-    returns: Array | None = None
-    weights: Array | None = None
-    bootstrap: Array | None = None
-    sum_pi_squared: Array | None = None
-    greedy_scores: Array | None = None
+    old_logprobs: Array = None
+    ref_logprobs: Array = None
+    values: Array = None
+    token_rewards: Array = None
+    advantages: Array = None
+    returns: Array = None
+    weights: Array = None
+    bootstrap: Array = None
+    sum_pi_squared: Array = None
+    greedy_scores: Array = None
 
 
 @struct.dataclass

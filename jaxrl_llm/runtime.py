@@ -57,7 +57,10 @@ class Signals:
             os._exit(EXIT_INTERRUPTED)
         self.requested = True
         name = signal.Signals(number).name
-        os.write(sys.stderr.fileno(), f"\n{name}: saving the last finished step; once more ends at once\n".encode())
+        os.write(
+            sys.stderr.fileno(),
+            f"\n{name}: saving the last finished step; once more ends at once\n".encode(),
+        )
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -85,8 +88,10 @@ def read_config(run_dir: Path) -> Config | None:
         return None
     try:
         config, problems = from_dict(json.loads(file.read_text()))
-    except (OSError, json.JSONDecodeError) as problem:
-        raise ConfigError(f"{file} is not readable ({problem}); move it away or choose another trainer.run_dir") from problem
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"{file} is not readable ({problem}); move it away or choose another trainer.run_dir"
+        ) from problem
     if problems:
         raise ConfigError([f"{file}: {problem}" for problem in problems])
     return config
@@ -95,7 +100,9 @@ def read_config(run_dir: Path) -> Config | None:
 def adopt(saved: Config, config: Config) -> Config:
     """Take over what the first start resolved for its devices and the new configuration leaves open."""
     if config.rollout.max_num_seqs is None and saved.rollout.max_num_seqs is not None:
-        config = replace(config, rollout=replace(config.rollout, max_num_seqs=saved.rollout.max_num_seqs))
+        config = replace(
+            config, rollout=replace(config.rollout, max_num_seqs=saved.rollout.max_num_seqs)
+        )
     return config
 
 

@@ -48,9 +48,7 @@ def _fits(mesh: Mesh, axis: str | tuple[str, ...] | None, size: int) -> bool:
     return size % int(np.prod([mesh.shape[name] for name in axes], dtype=int)) == 0
 
 
-def spec(
-    mesh: Mesh, dims: str, shape: Sequence[int], table: dict[str, Any]
-) -> PartitionSpec:
+def spec(mesh: Mesh, dims: str, shape: Sequence[int], table: dict[str, Any]) -> PartitionSpec:
     """Partition of an array whose axes are named by `dims`; an axis that does not divide stays whole."""
     axes = [table.get(letter) for letter in dims]
     return PartitionSpec(

@@ -6,7 +6,7 @@ Left out on purpose: what happens around steps (checkpoints, files, the end of a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,9 @@ def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Tr
         fault.point("after_data", step)
         graded = sample(parts, run, state, prompts, step, "train")
         if graded.rollout.bad:
-            return _bad_step(parts, run, state, step, {"rollout/non_finite_rows": graded.rollout.bad})
+            return _bad_step(
+                parts, run, state, step, {"rollout/non_finite_rows": graded.rollout.bad}
+            )
         state = _watch_rewards(parts, state, graded.grades)
         scores = np.array([grade.score for grade in graded.grades], np.float64)
         row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
@@ -79,7 +81,7 @@ def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Tr
         fault.point("after_advantage", step)
         run.signals.poll()
         fault.point("before_update", step)
-        state, numbers = _update(parts, run, state.replace(algorithm=algorithm), batch, step)
+        state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, step)
         row |= numbers
     skipped = int(row.get("actor/skipped_updates", 0) + row.get("critic/skipped_updates", 0))
     state = _count(parts, state, step, bad=skipped > 0, skipped=skipped)
@@ -95,7 +97,9 @@ def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Tr
     return state, row
 
 
-def _score(parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: np.ndarray) -> Batch:
+def _score(
+    parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: np.ndarray
+) -> Batch:
     """Rows on the devices with the log-probs and values that the advantages and the loss need."""
     config, phases = parts.config, run.phases
     cut = config.model.use_remove_padding
@@ -107,18 +111,18 @@ def _score(parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: 
     if parts.old_logprobs_needed:
         with phases("old_log_prob"):
             old = parts.score(state.actor.trainable, batch, temperature).logprobs
-            batch = batch.replace(old_logprobs=jax.block_until_ready(old))
+            batch = replace(batch, old_logprobs=jax.block_until_ready(old))
         run.signals.poll()
     if needs_reference(config):
         with phases("ref"):
             reference = assembly.reference_on_device(parts)
             frozen = parts.score_reference(reference, batch, temperature).logprobs
-            batch = batch.replace(ref_logprobs=jax.block_until_ready(frozen))
+            batch = replace(batch, ref_logprobs=jax.block_until_ready(frozen))
         run.signals.poll()
     if state.critic is not None and parts.values is not None:
         with phases("values"):
             values = parts.values(state.critic.trainable, batch)
-            batch = batch.replace(values=jax.block_until_ready(values))
+            batch = replace(batch, values=jax.block_until_ready(values))
         run.signals.poll()
     return batch
 
@@ -127,19 +131,20 @@ def _update(
     parts: Parts, run: Run, state: TrainState, batch: Batch, step: int
 ) -> tuple[TrainState, Row]:
     """Critic first, then the policy (not during the critic's warm-up); the old state is donated."""
-    config, row = parts.config, {}
+    config = parts.config
+    row: Row = {}
     key = jax.random.fold_in(jax.random.key(config.trainer.seed or 0), step)
     key = jax.random.fold_in(key, sampling.SHUFFLE)
     if parts.critic is not None and state.critic is not None:
         with run.phases("update_critic"):
             critic, numbers = parts.critic.update(state.critic, batch, state.algorithm, key)
             row |= report.critic_row(jax.device_get(numbers))
-        state = state.replace(critic=critic)
+        state = replace(state, critic=critic)
     if parts.critic is None or step > config.trainer.critic_warmup:
         with run.phases("update_actor"):
             actor, numbers = parts.actor.update(state.actor, batch, state.algorithm, key)
             row |= report.actor_row(jax.device_get(numbers), gap=not parts.old_logprobs_needed)
-        state = state.replace(actor=actor)
+        state = replace(state, actor=actor)
     return state, row
 
 
@@ -154,7 +159,9 @@ def sample(
     With non-finite logits nothing is graded: `rollout.bad` is set and the grades are empty.
     """
     n = {"train": parts.config.rollout.n, "greedy": 1, "validate": parts.config.validation.n}[kind]
-    batch_size = parts.config.data.train_batch_size if kind == "train" else parts.config.data.val_batch_size
+    batch_size = (
+        parts.config.data.train_batch_size if kind == "train" else parts.config.data.val_batch_size
+    )
     keys, texts = {}, {}
 
     def hand_over(first: int, row: int, ids: list[int]) -> None:
@@ -248,8 +255,8 @@ def _watch_rewards(parts: Parts, state: TrainState, grades: list[Grade]) -> Trai
             f"more than {parts.config.reward.max_failed_share:.0%} of the reward calls failed in {broken} batches in a row; "
             f"mend the reward function. The first failure:\n{first}"
         )
-    counters = state.counters.replace(broken_reward_batches=scalar(parts, broken))
-    return state.replace(counters=counters)
+    counters = replace(state.counters, broken_reward_batches=scalar(parts, broken))
+    return replace(state, counters=counters)
 
 
 def _bad_step(
@@ -262,12 +269,13 @@ def _bad_step(
 
 def _count(parts: Parts, state: TrainState, step: int, *, bad: bool, skipped: int) -> TrainState:
     old = state.counters
-    counters = old.replace(
+    counters = replace(
+        old,
         bad_steps=scalar(parts, int(old.bad_steps) + bad),
         bad_in_a_row=scalar(parts, int(old.bad_in_a_row) + 1 if bad else 0),
         skipped_updates=scalar(parts, int(old.skipped_updates) + skipped),
     )
-    return state.replace(step=scalar(parts, step), counters=counters)
+    return replace(state, step=scalar(parts, step), counters=counters)
 
 
 def scalar(parts: Parts, value: int) -> jax.Array:
@@ -289,4 +297,3 @@ def _common(parts: Parts, run: Run, state: TrainState, step: int, tokens: int) -
         **run.compilations.row(),
         "perf/peak_rss_mb": metrics.peak_rss_mb(),
     }
-

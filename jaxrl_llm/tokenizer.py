@@ -152,6 +152,25 @@ class Tokenizer:
         span = (len(self._named(before)), len(text) - len(self._named(after)))
         return self._truncated(text, span, limit, side)
 
+    def files(self) -> dict[str, str]:
+        """The texts of the files that Hugging Face loads this tokenizer from, with every stop id in `generation_config.json`."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "add_bos_token": self.adds_bos,
+            **self.special,
+        }
+        if self.template is not None:
+            settings["chat_template"] = self.template
+        ends = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        if self.bos_id is not None:
+            ends["bos_token_id"] = self.bos_id
+        return {
+            "tokenizer.json": self.fast.to_str(),
+            "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+            "generation_config.json": json.dumps(ends, indent=2) + "\n",
+        }
+
     def _encoding(self, text: str) -> Any:
         try:
             text.encode()

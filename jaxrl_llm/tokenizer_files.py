@@ -80,6 +80,7 @@ def _converted(
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file as a dict; empty when there is no such file."""
     if not file.is_file():
         return {}
     try:

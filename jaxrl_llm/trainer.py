@@ -106,17 +106,21 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
     if knobs.resume_mode == "path":
         source = Path(knobs.resume_from_path or "").expanduser().absolute()
         if not source.name.isdecimal() or not source.is_dir():
-            raise ConfigError(f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)")
+            raise ConfigError(
+                f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)"
+            )
         elsewhere = Checkpointer(source.parent, keep=None, on_damage="stop", log=say)
         restored = elsewhere.restore(assembly.abstract_state(parts), step=int(source.name))
         if restored is None:
-            raise DataError(f"trainer.resume_from_path: {source} holds no checkpoint; need a step folder with a manifest")
+            raise DataError(
+                f"trainer.resume_from_path: {source} holds no checkpoint; need a step folder with a manifest"
+            )
     elif knobs.resume_mode == "auto":
         restored = saver.restore(assembly.abstract_state(parts))
     if restored is None:
         state = assembly.first_state(parts)
         bytes_needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        if problem := check_space(folder, bytes_needed, knobs.max_ckpt_to_keep):
+        if problem := check_space(folder / "checkpoints", bytes_needed, knobs.max_ckpt_to_keep):
             raise ConfigError(problem)
         say("starting at step 0: no checkpoint in the run folder yet")
         return state, {}
@@ -142,7 +146,11 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
     saved_step = int(state.step) if manifest else None
 
     def save(pending: Row | None = None) -> None:
-        run.saver.save(int(state.step), state, {"stream": stream, "fingerprint": parts.fingerprint, "pending": pending})
+        run.saver.save(
+            int(state.step),
+            state,
+            {"stream": stream, "fingerprint": parts.fingerprint, "pending": pending},
+        )
 
     try:
         if pending:
@@ -205,7 +213,11 @@ def _due(freq: int | None, step: int) -> bool:
 
 def _accuracy(row: Row, step: int) -> str:
     """One line of held-out accuracies."""
-    parts = [f"{key.removeprefix('val/')} {value:.3f}" for key, value in row.items() if key.startswith("val/") and "/acc/" in key]
+    parts = [
+        f"{key.removeprefix('val/')} {value:.3f}"
+        for key, value in row.items()
+        if key.startswith("val/") and "/acc/" in key
+    ]
     return f"held-out at step {step}: " + ", ".join(parts)
 
 
@@ -227,7 +239,9 @@ def _finish(folder: Path) -> None:
     say(f"plots:    {picture}" if picture else "plots:    none")
     say(f"samples:  {folder / 'completions'}")
     say(f"metrics:  {folder / 'metrics.jsonl'}")
-    say(f"weights:  {folder / 'checkpoints'}  (python -m jaxrl_llm export --run_dir={folder} writes a Hugging Face folder)")
+    say(
+        f"weights:  {folder / 'checkpoints'}  (python -m jaxrl_llm export --run_dir={folder} writes a Hugging Face folder)"
+    )
 
 
 # Other uses of a run's parts -------------------------------------------------------------------------------------------
@@ -243,7 +257,11 @@ def evaluate(config: Config) -> int:
     saver = Checkpointer(folder / "checkpoints", keep=None, log=say)
     restored = saver.restore(assembly.abstract_state(parts)) if folder.is_dir() else None
     state = restored[1] if restored else assembly.first_state(parts)
-    with runtime.Signals() as signals, make_grader(config.reward) as grader, Progress(1) as progress:
+    with (
+        runtime.Signals() as signals,
+        make_grader(config.reward) as grader,
+        Progress(1) as progress,
+    ):
         run = Run(
             folder=folder,
             signals=signals,
@@ -275,11 +293,17 @@ def export(folder: Path, target: Path, dtype: str) -> None:
         raise DataError(f"{folder} holds no config.json; need the folder of a run")
     runtime.start_process(config)
     parts = assembly.build(config, say)
-    restored = Checkpointer(folder / "checkpoints", keep=None, log=say).restore(assembly.abstract_state(parts))
+    restored = Checkpointer(folder / "checkpoints", keep=None, log=say).restore(
+        assembly.abstract_state(parts)
+    )
     if restored is None:
-        raise DataError(f"{folder} holds no checkpoint yet; set trainer.save_freq or let the run end")
+        raise DataError(
+            f"{folder} holds no checkpoint yet; set trainer.save_freq or let the run end"
+        )
     step, state, _ = restored
     fault.point("in_export", step)
     files = parts.tokenizer.files()
-    weights.save_hf(target, parts.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files)
+    weights.save_hf(
+        target, parts.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files
+    )
     say(f"step {step} -> {target}")

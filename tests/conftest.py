@@ -4,7 +4,9 @@ import os
 import tempfile
 from pathlib import Path
 
-CACHE = os.environ.get("JAXRL_TEST_CACHE", str(Path(tempfile.gettempdir()) / "jaxrl_llm_test_cache"))
+CACHE = os.environ.get(
+    "JAXRL_TEST_CACHE", str(Path(tempfile.gettempdir()) / "jaxrl_llm_test_cache")
+)
 
 FLAGS = {
     "--xla_force_host_platform_device_count": "8",

@@ -16,6 +16,7 @@ from jaxrl_llm.models import families, weights
 
 FOLDER = Path(str(resources.files("jaxrl_llm"))) / "assets" / "tiny-arithmetic"
 SCRIPT = Path(__file__).parents[1] / "experiments" / "warm_start" / "make_model.py"
+Model = tuple[families.ModelConfig, dict]
 FILES = {
     "config.json",
     "generation_config.json",
@@ -35,7 +36,7 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def model() -> tuple[families.ModelConfig, dict]:
+def model() -> Model:
     config = families.from_hf(weights.load_config(FOLDER))
     return config, weights.load_params(weights.open_safetensors(FOLDER), config)
 
@@ -45,7 +46,7 @@ def test_complete_and_below_two_megabytes() -> None:
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 2_000_000
 
 
-def test_weights_are_finite_and_of_the_scripts_shape(script: ModuleType, model) -> None:
+def test_weights_are_finite_and_of_the_scripts_shape(script: ModuleType, model: Model) -> None:
     config, params = model
     assert config == families.from_hf(script.CONFIG)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
@@ -104,7 +105,7 @@ def test_slips_by_hand(script: ModuleType) -> None:
 
 
 def test_answers_are_well_formed_and_right_about_as_often_as_the_readme_says(
-    script: ModuleType, model
+    script: ModuleType, model: Model
 ) -> None:
     numbers = script.measure(*model, seed=0, count=128, samples=8)
     assert 0.3 <= numbers["greedy"] <= 0.55

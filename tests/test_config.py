@@ -59,7 +59,10 @@ def test_every_leaf_takes_its_own_value_back_as_text():
         assert override(config, path, text) == config, path
 
 
-@pytest.mark.parametrize("path", ["", "actor", "actor.", "actor.optim", "actor.optim.lr.x", "nope.lr", ".actor", "actor..optim"])
+@pytest.mark.parametrize(
+    "path",
+    ["", "actor", "actor.", "actor.optim", "actor.optim.lr.x", "nope.lr", ".actor", "actor..optim"],
+)
 def test_paths_that_name_no_setting(path):
     with pytest.raises(KeyError):
         override(Config(), path, "1")
@@ -103,9 +106,15 @@ def test_later_overrides_win_and_all_problems_come_back():
         ("actor.rollout.n", "rollout.n"),
         ("rollout.temprature", "rollout.temperature"),
         ("actor_rollout_ref.rollout.n", "rollout.n"),
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor.ppo_micro_batch_size_per_device"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            "actor.ppo_micro_batch_size_per_device",
+        ),
         ("actor_rollout_ref.ref.fsdp_config.param_offload", "ref.param_offload"),
-        ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "rollout.log_prob_micro_batch_size_per_device"),
+        (
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+            "rollout.log_prob_micro_batch_size_per_device",
+        ),
         ("trainer.n_gpus_per_node", "trainer.n_devices_per_node"),
         ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
         ("beta", "actor.kl_loss_coef"),
@@ -168,7 +177,12 @@ def test_dict_round_trip():
 
 def test_a_dict_reports_unknown_keys_and_wrong_values_together():
     _, problems = from_dict(
-        {"actor": {"clip_ration": 1, "optim": {"lr": "1e-6"}}, "rollout": 3, "modle": {}, "data": {"train_files": ["a", 1]}}
+        {
+            "actor": {"clip_ration": 1, "optim": {"lr": "1e-6"}},
+            "rollout": 3,
+            "modle": {},
+            "data": {"train_files": ["a", 1]},
+        }
     )
     assert len(problems) == 5
     assert "did you mean actor.clip_ratio?" in problems[0]
@@ -178,7 +192,9 @@ def test_a_dict_reports_unknown_keys_and_wrong_values_together():
 
 
 def test_load_python_and_json(tmp_path):
-    file = config_file(tmp_path, "def get_config(): return Config(rollout=RolloutKnobs(n=4, stop=['a']))\n")
+    file = config_file(
+        tmp_path, "def get_config(): return Config(rollout=RolloutKnobs(n=4, stop=['a']))\n"
+    )
     config = load(file)
     assert (config.rollout.n, config.rollout.stop) == (4, ("a",))
     saved = tmp_path / "config.json"
@@ -189,7 +205,9 @@ def test_load_python_and_json(tmp_path):
 
 def test_an_edit_within_a_clock_tick_is_read(tmp_path):
     for n in (2, 3, 4):
-        file = config_file(tmp_path, f"def get_config(): return Config(rollout=RolloutKnobs(n={n}))\n")
+        file = config_file(
+            tmp_path, f"def get_config(): return Config(rollout=RolloutKnobs(n={n}))\n"
+        )
         assert load(file).rollout.n == n
 
 
@@ -222,7 +240,14 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "b.json").write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match=r"near\.py"):
         load(str(tmp_path / "missing.py"))
-    for path in (str(tmp_path), "", "\0", "x" * 5000, "~no_such_user_here/a.py", str(tmp_path / "b.json")):
+    for path in (
+        str(tmp_path),
+        "",
+        "\0",
+        "x" * 5000,
+        "~no_such_user_here/a.py",
+        str(tmp_path / "b.json"),
+    ):
         with pytest.raises(ConfigError):
             load(path)
 
@@ -240,7 +265,10 @@ def test_a_json_file_reports_every_problem(tmp_path):
 
 def filled(**changes: str) -> Config:
     config = Config()
-    for path, text in {"model.path": "m", **{k.replace("__", "."): v for k, v in changes.items()}}.items():
+    for path, text in {
+        "model.path": "m",
+        **{k.replace("__", "."): v for k, v in changes.items()},
+    }.items():
         config = override(config, path, text)
     return config
 
@@ -257,12 +285,30 @@ def test_resolve_fills_what_other_settings_decide():
             trainer__seed="5",
         )
     )
-    assert (c.actor.clip_ratio_low, c.actor.clip_ratio_high, c.actor.loss_scale_factor) == (0.3, 0.3, 100.0)
-    assert (c.critic.enable, c.critic.path, c.critic.ppo_epochs, c.critic.ppo_mini_batch_size) == (True, "m", 2, 256)
+    assert (c.actor.clip_ratio_low, c.actor.clip_ratio_high, c.actor.loss_scale_factor) == (
+        0.3,
+        0.3,
+        100.0,
+    )
+    assert (c.critic.enable, c.critic.path, c.critic.ppo_epochs, c.critic.ppo_mini_batch_size) == (
+        True,
+        "m",
+        2,
+        256,
+    )
     assert c.critic.ppo_micro_batch_size_per_device == 8
-    assert c.rollout.log_prob_micro_batch_size_per_device == c.ref.log_prob_micro_batch_size_per_device == 8
+    assert (
+        c.rollout.log_prob_micro_batch_size_per_device
+        == c.ref.log_prob_micro_batch_size_per_device
+        == 8
+    )
     assert c.reward.weights == (1.0, 1.0)
-    assert (c.data.seed, c.data.val_batch_size, c.ref.path, c.model.tokenizer_path) == (5, 1024, "m", "m")
+    assert (c.data.seed, c.data.val_batch_size, c.ref.path, c.model.tokenizer_path) == (
+        5,
+        1024,
+        "m",
+        "m",
+    )
     assert c.critic.enable_gradient_checkpointing is True
     assert needs_critic(c)
     assert not needs_reference(c)
@@ -272,7 +318,15 @@ def test_resolve_fills_what_other_settings_decide():
 
 
 def test_resolve_keeps_what_was_given():
-    c = resolve(filled(actor__clip_ratio_high="0.28", critic__path="v", data__seed="0", ref__path="r", trainer__seed="0"))
+    c = resolve(
+        filled(
+            actor__clip_ratio_high="0.28",
+            critic__path="v",
+            data__seed="0",
+            ref__path="r",
+            trainer__seed="0",
+        )
+    )
     assert (c.actor.clip_ratio_low, c.actor.clip_ratio_high) == (0.2, 0.28)
     assert (c.critic.path, c.data.seed, c.ref.path, c.trainer.seed) == ("v", 0, "r", 0)
     assert c.actor.loss_scale_factor is None
@@ -280,12 +334,16 @@ def test_resolve_keeps_what_was_given():
 
 @pytest.mark.parametrize("seed", ["1", "none"])
 def test_resolve_is_idempotent(seed):
-    once = resolve(filled(trainer__seed=seed, actor__loss_agg_mode="seq-mean-token-sum-norm"), "stem")
+    once = resolve(
+        filled(trainer__seed=seed, actor__loss_agg_mode="seq-mean-token-sum-norm"), "stem"
+    )
     assert resolve(once, "other") == once
 
 
 def test_a_resolved_config_goes_through_json_to_an_equal_run(tmp_path):
-    config = resolve(filled(trainer__run_dir="runs/a", rollout__stop="[x]", algorithm__gamma="1"), "exp")
+    config = resolve(
+        filled(trainer__run_dir="runs/a", rollout__stop="[x]", algorithm__gamma="1"), "exp"
+    )
     file = tmp_path / "config.json"
     file.write_text(json.dumps(to_dict(config), indent=1))
     again = resolve(load(str(file)), "config")
@@ -305,7 +363,9 @@ def test_the_run_folder(monkeypatch, tmp_path):
     assert resolve(filled(trainer__run_dir="here")).trainer.run_dir == str(tmp_path / "here")
     assert resolve(filled(trainer__run_dir="~/x")).trainer.run_dir == str(tmp_path / "home" / "x")
     assert resolve(filled(trainer__run_dir="~no_such_user_here/x")).trainer.run_dir
-    assert resolve(filled(trainer__experiment_name="e")).trainer.run_dir == str(tmp_path / "runs" / "jaxrl_llm" / "e")
+    assert resolve(filled(trainer__experiment_name="e")).trainer.run_dir == str(
+        tmp_path / "runs" / "jaxrl_llm" / "e"
+    )
 
 
 @pytest.mark.parametrize("stem", ["my config", "-x", "..", "a/b", "x" * 250, "", "é"])
@@ -326,7 +386,14 @@ def test_a_drawn_seed_does_not_move_the_run_folder():
 # Identity -------------------------------------------------------------------------------------------------------------------------
 
 
-OTHER = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.25, str: lambda v: v + "x", tuple: lambda v: (*v, "x"), type(None): lambda v: 7}
+OTHER = {
+    bool: lambda v: not v,
+    int: lambda v: v + 1,
+    float: lambda v: v + 0.25,
+    str: lambda v: v + "x",
+    tuple: lambda v: (*v, "x"),
+    type(None): lambda v: 7,
+}
 
 
 def _put(config, names, held):
@@ -353,7 +420,10 @@ def test_the_digest_is_stable():
 
 
 def test_changed_lists_old_and_new():
-    assert changed(Config(), filled(rollout__n="4")) == [("model.path", "", "m"), ("rollout.n", 1, 4)]
+    assert changed(Config(), filled(rollout__n="4")) == [
+        ("model.path", "", "m"),
+        ("rollout.n", 1, 4),
+    ]
 
 
 def test_value_helper_sees_every_leaf():

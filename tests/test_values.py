@@ -65,14 +65,47 @@ def test_a_text_becomes_the_value_of_its_type(kind, text, value):
     ("kind", "text"),
     [
         *((bool, text) for text in ("yes", "no", "1", "0", "TRUE", "on", "")),
-        *((int, text) for text in ("010", "1.0", "1e3", "1_000", "0x10", "four", "", "none", "9" * 5000)),
-        *((float, text) for text in ("nan", "NaN", "inf", "-inf", "Infinity", "1e999", "010", "00.5", "1_0", "", ".", "1,5")),
+        *(
+            (int, text)
+            for text in ("010", "1.0", "1e3", "1_000", "0x10", "four", "", "none", "9" * 5000)
+        ),
+        *(
+            (float, text)
+            for text in (
+                "nan",
+                "NaN",
+                "inf",
+                "-inf",
+                "Infinity",
+                "1e999",
+                "010",
+                "00.5",
+                "1_0",
+                "",
+                ".",
+                "1,5",
+            )
+        ),
         *((int | None, text) for text in ("nil", "1.5", "")),
         (Literal["auto", "path"], "Auto"),
         (tuple[float, float], "0.9"),
         (tuple[float, float], "0.9,0.95,0.99"),
         (tuple[float, ...], "1,nan"),
-        *((STRINGS, text) for text in ("[a,b", "a,b]", "[a,b)", "[[a,b]]", "[[a],b]", "(a),(b)", "[", "[a,,b]", "[,]", ",a")),
+        *(
+            (STRINGS, text)
+            for text in (
+                "[a,b",
+                "a,b]",
+                "[a,b)",
+                "[[a,b]]",
+                "[[a],b]",
+                "(a),(b)",
+                "[",
+                "[a,,b]",
+                "[,]",
+                ",a",
+            )
+        ),
         *((STRINGS, text) for text in ('["a', "'a", 'a"b', '["a"b]', "none", "null")),
     ],
 )

@@ -67,6 +67,7 @@ def ragged_batch(groups: int = 4, group: int = 3, prompt: int = 5, response: int
     real = (columns >= (prompt - prompt_lengths)[:, None]) & (columns < (prompt + lengths)[:, None])
     mask = np.arange(response)[None, :] < lengths[:, None]
     mask[5] = False
+
     def noise(scale: float = 1.0) -> np.ndarray:
         return (scale * random.standard_normal((rows, response))).astype(np.float32)
 
@@ -95,6 +96,7 @@ def algorithm() -> AlgorithmState:
 
 def worst_difference(a: Any, b: Any) -> float:
     """The largest `max|a - b| / max|a|` over the leaves of two trees."""
+
     def one(x: Any, y: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         return float(np.max(np.abs(x - y)) / max(np.max(np.abs(x)), 1e-30))

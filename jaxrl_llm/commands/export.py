@@ -23,7 +23,11 @@ def _export(words: list[str], prog: str) -> int:
     _, pairs, problems = split_words(words)
     options = dict(pairs)
     known = {"run_dir", "to", "dtype"}
-    problems += [f"--{name}: no such option; need {', '.join(sorted(known))}" for name in options if name not in known]
+    problems += [
+        f"--{name}: no such option; need {', '.join(sorted(known))}"
+        for name in options
+        if name not in known
+    ]
     if "run_dir" not in options:
         problems.append(f"--run_dir is missing\n{USAGE.format(prog=prog)}")
     dtype = options.get("dtype", "float32")
@@ -34,5 +38,7 @@ def _export(words: list[str], prog: str) -> int:
     folder = Path(options["run_dir"]).expanduser().absolute()
     from jaxrl_llm import trainer
 
-    trainer.export(folder, Path(options.get("to", folder / "export")).expanduser().absolute(), dtype)
+    trainer.export(
+        folder, Path(options.get("to", folder / "export")).expanduser().absolute(), dtype
+    )
     return 0

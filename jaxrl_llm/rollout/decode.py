@@ -8,6 +8,7 @@ Left out on purpose: refilled slots and a prompt cache shared inside a group.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -93,7 +94,8 @@ def _record(state: DecodeState, logits: Array, stop_ids: Array, sampling: Sampli
     )
     ended = active & is_stop(drawn.tokens, stop_ids)
     full = active & ~ended & (column + 1 >= state.tokens.shape[1])
-    return state.replace(
+    return replace(
+        state,
         tokens=write(state.tokens, drawn.tokens),
         logprobs=write(state.logprobs, drawn.logprobs),
         filtered_logprobs=write(state.filtered_logprobs, drawn.filtered_logprobs),
@@ -116,13 +118,16 @@ def start(
     sampling: Sampling,
     *,
     group: int,
+    prompt_width: int,
     response_width: int,
 ) -> DecodeState:
     """Fan prefilled prompts out to `group` samples each and sample their first tokens.
 
     `cache`, `logits [P V]`, `prompt_lengths [P]` are of prompts; `keys [B]`, `idle [B]` (rows that only fill the batch) of
-    samples, members of a group adjacent.
+    samples, members of a group adjacent. Raises `ConfigError` when the cache has fewer than
+    `prompt_width + response_width - 1` slots: a device would overwrite the last one without a word.
     """
+    caches.check_room(cache.k.shape[2], prompt_width, response_width - 1)
     batch = logits.shape[0] * group
     state = DecodeState(
         cache=caches.repeat(cache, group),
@@ -158,7 +163,7 @@ def decode_chunk(
     `stopped [B]` marks rows that the host ended (stop texts). The newest token of a row is fed first, so the cache holds
     everything but the last sampled token: `Tp + Tr - 1` slots suffice.
     """
-    state = state.replace(done=state.done | stopped)
+    state = replace(state, done=state.done | stopped)
     limit = jnp.minimum(state.column + steps, state.tokens.shape[1])
 
     def proceed(state: DecodeState) -> Array:
@@ -176,8 +181,10 @@ def decode_chunk(
             compute_dtype=dtype,
             constrain=constrain,
         )
+        assert cache is not None
+        assert cache is not None
         logits = heads.logits(config, params, hidden[:, 0], compute_dtype=dtype)
-        state = state.replace(cache=cache, positions=state.positions + 1)
+        state = replace(state, cache=cache, positions=state.positions + 1)
         return _record(state, logits, stop_ids, sampling)
 
     return jax.lax.while_loop(proceed, step, state)

@@ -90,7 +90,9 @@ def make_engine(
             out_shardings=(cache, sharding.rows(mesh)),
         ),
         start=jax.jit(
-            decode.start, static_argnames=("group", "response_width"), out_shardings=state
+            decode.start,
+            static_argnames=("group", "prompt_width", "response_width"),
+            out_shardings=state,
         ),
         advance=jax.jit(
             partial(decode.decode_chunk, config, steps=chunk, dtype=dtype, constrain=constrain),
@@ -161,11 +163,29 @@ def generate(
         here = prompts[first : first + at_once]
         forward = partial(on_finished, first * n) if on_finished else None
         waves.append(
-            _wave(engine, params, here, at_once, width, n, sampling, (seed, step, purpose), forward, poll)
+            _wave(
+                engine,
+                params,
+                here,
+                at_once,
+                width,
+                n,
+                sampling,
+                (seed, step, purpose),
+                forward,
+                poll,
+            )
         )
         if waves[-1]["bad"]:
             break
-    return _assemble(prompts, waves, n, width, step, filtered=bool(np.any(sampling.top_k > 0) | (sampling.top_p < 1)))
+    return _assemble(
+        prompts,
+        waves,
+        n,
+        width,
+        step,
+        filtered=bool(np.any(sampling.top_k > 0) | (sampling.top_p < 1)),
+    )
 
 
 def _wave(
@@ -207,6 +227,7 @@ def _wave(
         stop_ids,
         sampling,
         group=n,
+        prompt_width=width,
         response_width=engine.response_length,
     )
     stopped_at: dict[int, int] = {}
@@ -230,7 +251,12 @@ def _wave(
             break
         state = engine.advance(params, state, placed(stopped), stop_ids, sampling)
     names = ("tokens", "logprobs", "filtered_logprobs", "lengths", "end_reason")
-    host = {name: np.array(value) for name, value in zip(names, jax.device_get(tuple(getattr(state, name) for name in names)), strict=True)}
+    host = {
+        name: np.array(value)
+        for name, value in zip(
+            names, jax.device_get(tuple(getattr(state, name) for name in names)), strict=True
+        )
+    }
     for row, end in stopped_at.items():
         host["lengths"][row], host["end_reason"][row] = end, END_STOP
     real = len(prompts) * n
@@ -274,10 +300,17 @@ def _has_stop(engine: Engine, ids: Sequence[int]) -> bool:
 
 
 def _assemble(
-    prompts: Sequence[Prompt], waves: list[dict[str, Any]], n: int, width: int, step: int, filtered: bool
+    prompts: Sequence[Prompt],
+    waves: list[dict[str, Any]],
+    n: int,
+    width: int,
+    step: int,
+    filtered: bool,
 ) -> Rollout:
     bad = sum(wave["bad"] for wave in waves)
-    host = {name: np.concatenate([wave[name] for wave in waves]) for name in waves[0] if name != "bad"}
+    host = {
+        name: np.concatenate([wave[name] for wave in waves]) for name in waves[0] if name != "bad"
+    }
     rows = host["lengths"].shape[0]
     prompt_tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):

@@ -77,7 +77,7 @@ def _pick(weights: Array, uniform: Array) -> Array:
 def inverse_cdf(probs: Array, uniforms: Array) -> Array:
     """Draw a token per row: `probs [B V]` (need not sum to one), `uniforms [B 2]` in [0, 1) -> ids `[B]`.
 
-    A token of probability 0 is never returned as long as the row has a positive one.
+    A token of probability 0 is never returned as long as the row has a positive one; a row without gives some id in range.
     """
     batch, vocabulary = probs.shape
     blocks = -(-vocabulary // BLOCK)
@@ -85,7 +85,7 @@ def inverse_cdf(probs: Array, uniforms: Array) -> Array:
     grid = padded.reshape(batch, blocks, BLOCK)
     block = _pick(jnp.sum(grid, axis=-1), uniforms[:, 0])
     inside = jnp.take_along_axis(grid, block[:, None, None], axis=1)[:, 0]
-    return block * BLOCK + _pick(inside, uniforms[:, 1])
+    return jnp.minimum(block * BLOCK + _pick(inside, uniforms[:, 1]), vocabulary - 1)
 
 
 class Sampled(NamedTuple):
