@@ -36,7 +36,10 @@ def get_config() -> Config:
             instruction='Let\'s think step by step and output the final answer after "####".',
         ),
         reward=RewardKnobs(
-            functions=("gsm8k", "format"), weights=(1.0, 0.2), gsm8k_method="flexible"
+            functions=("gsm8k", "format"),
+            weights=(1.0, 0.2),
+            gsm8k_method="flexible",
+            format_pattern=r"(?i)####|\banswer is\b",
         ),
         algorithm=AlgorithmKnobs(adv_estimator="grpo"),
         actor=ActorKnobs(
@@ -50,8 +53,8 @@ def get_config() -> Config:
         rollout=RolloutKnobs(n=4, log_prob_micro_batch_size_per_device=8),
         trainer=TrainerKnobs(
             project_name="smollm2_gsm8k",
-            total_training_steps=10,
-            save_freq=10,
+            total_training_steps=5,
+            save_freq=5,
             log_completions_freq=5,
         ),
     )

@@ -3,6 +3,8 @@
 Left out on purpose: the loop (see `trainer`) and anything that changes after the first step.
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,31 +240,24 @@ def build(config: Config, say: Say) -> Parts:
     total = (
         config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     )
-    parameters = families.parameter_count(model)
     lines = summary.start_lines(
         config,
         shape,
         steps_per_epoch=stream.steps_per_epoch,
         total_steps=total,
-        parameters=parameters,
+        parameters=families.parameter_count(model),
     )
     say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
-    plan = learner.Plan(
-        prompts=config.data.train_batch_size,
-        group=config.rollout.n,
-        epochs=config.actor.ppo_epochs,
-        mini_prompts=config.actor.ppo_mini_batch_size,
-        micro_rows=config.actor.ppo_micro_batch_size_per_device,
-        shuffle=config.actor.shuffle,
-    )
+    plan = _plan(config)
     several = plan.optimizer_steps > 1
     actor = _trained(
         config, mesh, config.model.path, opened, optim=config.actor.optim, plan=plan, total_steps=total,
         remat=config.model.enable_gradient_checkpointing, critic=False, on_policy=not several,
     )  # fmt: skip
     critic = _critic(config, mesh, opened, plan, total) if needs_critic(config) else None
-    dtype = actor.network.dtype
     decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
+    slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
+    config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
     reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
     fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
     return Parts(
@@ -276,18 +271,7 @@ def build(config: Config, say: Say) -> Parts:
         rollout_shardings=sharding.param_shardings(
             decode_mesh, families.param_dims(model), actor.abstract
         ),
-        engine=make_engine(
-            model,
-            decode_mesh,
-            dtype=dtype,
-            stop_ids=() if config.rollout.ignore_eos else reader.stop_ids,
-            decode_text=reader.decode,
-            stop_texts=config.rollout.stop,
-            chunk=config.rollout.decode_chunk,
-            max_num_seqs=slots_for(config, model, dtype, decode_mesh, say),
-            prompt_length=config.data.max_prompt_length,
-            response_length=config.data.max_response_length,
-        ),
+        engine=_engine(config, model, decode_mesh, actor.network.dtype, reader),
         actor=actor,
         critic=critic,
         reference=reference,
@@ -310,6 +294,34 @@ def build(config: Config, say: Say) -> Parts:
         old_logprobs_needed=several or config.algorithm.use_kl_in_reward,
         total_steps=total,
         fingerprint=fingerprint,
+    )
+
+
+def _plan(config: Config) -> learner.Plan:
+    return learner.Plan(
+        prompts=config.data.train_batch_size,
+        group=config.rollout.n,
+        epochs=config.actor.ppo_epochs,
+        mini_prompts=config.actor.ppo_mini_batch_size,
+        micro_rows=config.actor.ppo_micro_batch_size_per_device,
+        shuffle=config.actor.shuffle,
+    )
+
+
+def _engine(
+    config: Config, model: families.ModelConfig, mesh: Mesh, dtype: Any, reader: tokenizer.Tokenizer
+) -> Engine:
+    return make_engine(
+        model,
+        mesh,
+        dtype=dtype,
+        stop_ids=() if config.rollout.ignore_eos else reader.stop_ids,
+        decode_text=reader.decode,
+        stop_texts=config.rollout.stop,
+        chunk=config.rollout.decode_chunk,
+        max_num_seqs=config.rollout.max_num_seqs,
+        prompt_length=config.data.max_prompt_length,
+        response_length=config.data.max_response_length,
     )
 
 
@@ -347,7 +359,7 @@ def _reference(config: Config, actor: Trained, say: Say) -> tuple[Params, str]:
             f"ref.path: the reference in {path} is another architecture than the policy in {actor.path}; need the same"
         )
     params = weights.load_params(source, model, shardings=actor.shardings)
-    digest = "-".join(sorted({value[:8] for value in tree_digests(params).values()})[:4])
+    digest = hashlib.sha256(json.dumps(tree_digests(params), sort_keys=True).encode()).hexdigest()
     if config.ref.param_offload:
         host = jax.tree.map(lambda leaf: np.array(leaf), params)
         say("reference: kept in host memory between uses")

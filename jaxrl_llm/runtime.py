@@ -6,10 +6,9 @@ Left out on purpose: several processes (`jax.distributed`), which the run folder
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -57,10 +56,10 @@ class Signals:
             os._exit(EXIT_INTERRUPTED)
         self.requested = True
         name = signal.Signals(number).name
-        os.write(
-            sys.stderr.fileno(),
-            f"\n{name}: saving the last finished step; once more ends at once\n".encode(),
-        )
+        with suppress(OSError):
+            os.write(
+                2, f"\n{name}: saving the last finished step; once more ends at once\n".encode()
+            )
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -130,6 +129,5 @@ def run_folder(config: Config) -> Iterator[Path]:
     from jaxrl_llm.checkpoint import RunLock
 
     run_dir = Path(config.trainer.run_dir or "")
-    run_dir.mkdir(parents=True, exist_ok=True)
     with RunLock(run_dir):
         yield run_dir

@@ -6,7 +6,8 @@ Left out on purpose: what happens around steps (checkpoints, files, the end of a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from jaxrl_llm.rollout.engine import generate
 
 Row = dict[str, Any]
 
+EXAMPLES = 3
+"""Responses that an alarm about answers can show."""
+
 
 @dataclass
 class Run:
@@ -42,6 +46,8 @@ class Run:
     phases: metrics.Phases
     compilations: metrics.CompileCounter
     history: list[Row]
+    samples: list[Row] = field(default_factory=list)
+    """Samples of the last step, for the completions file and for alarms; empty after a bad rollout."""
 
 
 @dataclass(frozen=True)
@@ -56,45 +62,43 @@ class Graded:
 def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     """One step: sample, grade, score, advantages, update. Returns the new state and the row of metrics.
 
-    A signal before the update abandons the step (`StopRequested`) and leaves the state as it was.
+    A signal before the update abandons the step (`StopRequested`) and leaves the state as it was. A batch with non-finite
+    logits or without a valid reward is thrown away: a bad step that moves no parameter and no moment.
     """
-    config, phases = parts.config, run.phases
-    phases.reset()
+    run.phases.reset()
     run.signals.poll()
-    with phases("step"):
-        prompts = [parts.train.prompts[index] for index in parts.stream.next()]
-        fault.point("after_data", step)
-        graded = sample(parts, run, state, prompts, step, "train")
-        if graded.rollout.bad:
-            return _bad_step(
-                parts, run, state, step, {"rollout/non_finite_rows": graded.rollout.bad}
-            )
-        state = _watch_rewards(parts, state, graded.grades)
-        scores = np.array([grade.score for grade in graded.grades], np.float64)
-        row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
-        if not np.isfinite(scores).any():
-            return _bad_step(parts, run, state, step, row)
-        batch = _score(parts, run, state, graded.rollout, scores)
-        with phases("adv"):
-            batch, algorithm, numbers = parts.prepare(batch, state.algorithm)
-            row |= {name: float(value) for name, value in numbers.items()} | report.batch_row(batch)
-        fault.point("after_advantage", step)
-        run.signals.poll()
-        fault.point("before_update", step)
-        state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, step)
-        row |= numbers
+    run.samples = []
+    with run.phases("step"):
+        state, row, tokens = _attempt(parts, run, state, step)
     skipped = int(row.get("actor/skipped_updates", 0) + row.get("critic/skipped_updates", 0))
-    state = _count(parts, state, step, bad=skipped > 0, skipped=skipped)
-    row |= _common(parts, run, state, step, report.tokens(graded.rollout, config.rollout.n))
-    every = config.trainer.log_completions_freq
-    if every and step % every == 0:
-        shown = report.samples(
-            prompts, graded.texts, scores, config.rollout.n, config.trainer.log_completions_count
-        )
-        run.log.completions(step, shown)
-        if "console" in config.trainer.logger:
-            run.progress.say(report.table(shown, step))
-    return state, row
+    state = _count(parts, state, step, bad=skipped > 0 or not tokens, skipped=skipped)
+    return state, row | _common(parts, run, state, step, tokens)
+
+
+def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row, int]:
+    """The new state, the row so far, and the tokens of the batch: 0 where it was thrown away before the update."""
+    config, phases = parts.config, run.phases
+    prompts = [parts.train.prompts[index] for index in parts.stream.next()]
+    fault.point("after_data", step)
+    graded = sample(parts, run, state, prompts, step, "train")
+    if graded.rollout.bad:
+        return state, {"rollout/non_finite_rows": graded.rollout.bad}, 0
+    state = _watch_rewards(parts, state, graded.grades)
+    scores = np.array([grade.score for grade in graded.grades], np.float64)
+    row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
+    count = max(config.trainer.log_completions_count, EXAMPLES)
+    run.samples = report.samples(prompts, graded.texts, scores, config.rollout.n, count)
+    if not np.isfinite(scores).any():
+        return state, row, 0
+    batch = _score(parts, run, state, graded.rollout, scores)
+    with phases("adv"):
+        batch, algorithm, numbers = parts.prepare(batch, state.algorithm)
+        row |= {name: float(value) for name, value in numbers.items()} | report.batch_row(batch)
+    fault.point("after_advantage", step)
+    run.signals.poll()
+    fault.point("before_update", step)
+    state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, step)
+    return state, row | numbers, report.tokens(graded.rollout, config.rollout.n)
 
 
 def _score(
@@ -184,7 +188,8 @@ def sample(
         fault.point("in_rollout" if kind == "train" else "in_eval", step)
         run.signals.poll()
 
-    with run.phases("gen" if kind == "train" else "gen_validation"):
+    timed = run.phases if kind == "train" else lambda name: nullcontext()
+    with timed("gen"):
         rollout = generate(
             parts.engine,
             assembly.rollout_params(parts, state.actor.trainable),
@@ -198,7 +203,7 @@ def sample(
             on_finished=hand_over,
             poll=between_chunks,
         )
-    with run.phases("reward"):
+    with timed("reward"):
         if kind == "train":
             fault.point("in_reward", step)
         run.signals.poll()
@@ -257,14 +262,6 @@ def _watch_rewards(parts: Parts, state: TrainState, grades: list[Grade]) -> Trai
         )
     counters = replace(state.counters, broken_reward_batches=scalar(parts, broken))
     return replace(state, counters=counters)
-
-
-def _bad_step(
-    parts: Parts, run: Run, state: TrainState, step: int, row: Row
-) -> tuple[TrainState, Row]:
-    """A step without an update: the batch is gone, parameters and moments are untouched."""
-    state = _count(parts, state, step, bad=True, skipped=0)
-    return state, row | _common(parts, run, state, step, 0)
 
 
 def _count(parts: Parts, state: TrainState, step: int, *, bad: bool, skipped: int) -> TrainState:

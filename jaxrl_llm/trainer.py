@@ -7,18 +7,21 @@ resume would miss: the data position and the row of a step whose validation was 
 """
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm import assembly, diagnostics, fault, metrics, runtime
+from jaxrl_llm import assembly, diagnostics, fault, metrics, report, runtime
 from jaxrl_llm.assembly import Parts
 from jaxrl_llm.checkpoint import Checkpointer, CheckpointError, check_space
 from jaxrl_llm.checks import notices
 from jaxrl_llm.config import Config, to_dict
 from jaxrl_llm.console import Progress, say
 from jaxrl_llm.errors import EXIT_OK, ConfigError, DataError, Interrupted, TrainingStopped
+from jaxrl_llm.knobs import MeshKnobs
 from jaxrl_llm.plots import draw
 from jaxrl_llm.records import TrainState
 from jaxrl_llm.rewards.grader import make_grader
@@ -49,7 +52,7 @@ def train(config: Config) -> int:
                 "trainer.total_training_steps (or total_epochs), another trainer.run_dir, or resume_mode=disable there"
             )
             return EXIT_OK
-        runtime.write_config(folder, config)
+        runtime.write_config(folder, parts.config)
         metrics.truncate(folder, start - 1 if manifest.get("pending") else start if start else -1)
         with (
             make_grader(config.reward) as grader,
@@ -76,6 +79,9 @@ def train(config: Config) -> int:
                 compilations=metrics.CompileCounter(),
                 history=metrics.read_rows(folder),
             )
+            for name, old in manifest.get("rewards", {}).items():
+                if old != grader.digests.get(name):
+                    say(f"reward function {name}: its file has changed since step {start}")
             _loop(parts, run, state, manifest)
         fault.point("at_exit", parts.total_steps)
         _finish(folder)
@@ -142,18 +148,25 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
 
 def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
     knobs = parts.config.trainer
-    stream, pending = parts.stream.state(), manifest.get("pending")
+    stream, pending = parts.stream.state(), None
     saved_step = int(state.step) if manifest else None
+    blocked = 0.0
 
     def save(pending: Row | None = None) -> None:
         run.saver.save(
             int(state.step),
             state,
-            {"stream": stream, "fingerprint": parts.fingerprint, "pending": pending},
+            {
+                "stream": stream,
+                "fingerprint": parts.fingerprint,
+                "rewards": run.grader.digests,
+                "pending": pending and {"row": pending, "samples": run.samples},
+            },
         )
 
     try:
-        if pending:
+        if manifest.get("pending"):
+            pending, run.samples = manifest["pending"]["row"], manifest["pending"]["samples"]
             _close_step(parts, run, state, int(state.step), pending)
             pending = None
         elif int(state.step) == 0 and knobs.val_before_train and parts.val:
@@ -163,28 +176,40 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
             run.progress.say(_accuracy(row, 0))
         for step in range(int(state.step) + 1, parts.total_steps + 1):
             state, row = train_step(parts, run, state, step)
+            row["timing_s/save_checkpoint"] = run.saver.blocked_seconds - blocked
+            blocked = run.saver.blocked_seconds
             stream, pending = parts.stream.state(), row
             _close_step(parts, run, state, step, row)
             pending = None
             fault.point("after_update", step)
-            _report_saves(run)
+            if _failed(run, run.saver.check):
+                saved_step = None
             if _due(knobs.save_freq, step) or step == parts.total_steps:
                 save()
                 saved_step = step
         run.saver.wait()
     except runtime.StopRequested:
-        _report_saves(run)
-        if int(state.step) and (saved_step != int(state.step) or pending):
+        if _failed(run, run.saver.wait):
+            saved_step = None
+        reached = int(state.step)
+        if reached and (saved_step != reached or pending):
             save(pending)
         run.saver.wait()
-        raise Interrupted(
-            f"stopped by a signal; step {int(state.step)} of {parts.total_steps} is saved, the same command continues"
-        ) from None
+        kept = f"step {reached} of {parts.total_steps} is saved" if reached else "no step is done"
+        raise Interrupted(f"stopped by a signal; {kept}, the same command continues") from None
+    except Exception:
+        _failed(run, run.saver.wait)
+        raise
 
 
 def _close_step(parts: Parts, run: Run, state: TrainState, step: int, row: Row) -> None:
-    """Validate where it is due, write the row, raise alarms; stops the run after too many bad steps."""
+    """Keep samples, validate where it is due, write the row, raise alarms; stops the run after too many bad steps."""
     knobs = parts.config.trainer
+    shown = run.samples[: knobs.log_completions_count]
+    if shown and _due(knobs.log_completions_freq, step):
+        run.log.completions(step, shown)
+        if "console" in knobs.logger:
+            run.progress.say(report.table(shown, step))
     last = step == parts.total_steps
     if parts.val and (_due(knobs.test_freq, step) or last):
         with run.phases("testing"):
@@ -196,7 +221,8 @@ def _close_step(parts: Parts, run: Run, state: TrainState, step: int, row: Row) 
         run.progress.step(step, row)
     control = parts.config.algorithm.kl_ctrl
     target = control.target_kl if control.type == "adaptive" else None
-    for alarm in diagnostics.news(row, run.history, target_kl=target):
+    texts = [sample["response"] for sample in run.samples]
+    for alarm in diagnostics.news(row, run.history, target_kl=target, examples=texts):
         run.progress.say(str(alarm))
     run.history.append(row)
     if int(state.counters.bad_in_a_row) >= knobs.max_bad_steps:
@@ -221,12 +247,14 @@ def _accuracy(row: Row, step: int) -> str:
     return f"held-out at step {step}: " + ", ".join(parts)
 
 
-def _report_saves(run: Run) -> None:
-    """A background save that failed is said at once; training goes on, and the older checkpoints stay."""
+def _failed(run: Run, ask: Callable[[], None]) -> bool:
+    """Whether a background save has failed; it is said at once, and the older checkpoints stay."""
     try:
-        run.saver.check()
+        ask()
     except CheckpointError as problem:
         run.progress.say(problem.report())
+        return True
+    return False
 
 
 def _finish(folder: Path) -> None:
@@ -291,6 +319,7 @@ def export(folder: Path, target: Path, dtype: str) -> None:
     config = runtime.read_config(folder)
     if config is None:
         raise DataError(f"{folder} holds no config.json; need the folder of a run")
+    config = _for_any_device(config)
     runtime.start_process(config)
     parts = assembly.build(config, say)
     restored = Checkpointer(folder / "checkpoints", keep=None, log=say).restore(
@@ -307,3 +336,15 @@ def export(folder: Path, target: Path, dtype: str) -> None:
         target, parts.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files
     )
     say(f"step {step} -> {target}")
+
+
+def _for_any_device(config: Config) -> Config:
+    """The same state on one mesh axis over whatever devices there are, without a reference: a checkpoint knows no mesh."""
+    return replace(
+        config,
+        mesh=MeshKnobs(data=1, fsdp=None, tensor=1),
+        rollout=replace(config.rollout, tensor_model_parallel_size=1),
+        actor=replace(config.actor, use_kl_loss=False),
+        algorithm=replace(config.algorithm, use_kl_in_reward=False),
+        trainer=replace(config.trainer, nnodes=None, n_devices_per_node=None),
+    )

@@ -50,7 +50,8 @@ TABLE: dict[str, str] = {
     "sharding": "checks",
     "packing": "errors records",
     "rollout": f"{FLOOR} models packing sharding rollout",
-    "learner": f"{FLOOR} algorithms models packing sharding",
+    "optimizer": "knobs records sharding",
+    "learner": f"{FLOOR} algorithms models sharding optimizer",
     # happenings, one by one
     "sinks": "errors",
     "console": "sinks",
@@ -61,7 +62,7 @@ TABLE: dict[str, str] = {
     "evaluation": "records rewards",
     # the loop and what it is made of
     "runtime": "errors config checks checkpoint",
-    "assembly": f"{FLOOR} config checks summary paths console data tokenizer models sharding packing rollout learner checkpoint",
+    "assembly": f"{FLOOR} config checks summary paths console data tokenizer models sharding packing rollout optimizer learner checkpoint",
     "report": f"{FLOOR} assembly metrics console rewards",
     "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics packing report rewards rollout runtime sharding learner",
     "trainer": f"{FLOOR} config checks notices assembly checkpoint console diagnostics evaluation fault metrics models plots report "
@@ -74,7 +75,17 @@ TABLE: dict[str, str] = {
 """Module or folder -> what it may import inside the package, at the top of the file or inside a function. A folder stands for
 all of its modules; `a.b` is one module of a folder and has an entry of its own, which wins over the folder's."""
 
-PURE = ("algorithms", "models", "rollout", "packing", "learner", "sharding", "masking", "records")
+PURE = (
+    "algorithms",
+    "models",
+    "rollout",
+    "packing",
+    "optimizer",
+    "learner",
+    "sharding",
+    "masking",
+    "records",
+)
 NO_JAX = (
     "rewards",
     "tokenizer",

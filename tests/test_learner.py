@@ -15,6 +15,7 @@ from jaxrl_llm import optimizer as optimizer_module
 from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs, KLControlKnobs, OptimKnobs
 from jaxrl_llm.models import heads, transformer
 from tests import tiny
+from tests.algorithms.golden import load
 
 MODES = (
     "token-mean",
@@ -98,6 +99,29 @@ def test_logprobs_entropy_and_squares_equal_a_plain_softmax():
         (scores.sum_pi_squared, (probs**2).sum(-1)),
     ):
         np.testing.assert_allclose(np.asarray(got)[mask], want[mask], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "case", load("entropy_and_logprobs_from_logits"), ids=lambda case: case.name
+)
+def test_golden_logprobs_and_entropy(case):
+    """With an identity head the hidden states are the logits; float64 inputs are computed in float32 here."""
+    logits = jnp.asarray(case.inputs["logits"], jnp.float32)
+    size = logits.shape[-1]
+    config = replace(tiny.model(), vocab_size=size, width=size)
+    network = replace(tiny.network(tiny.mesh()), config=config)
+    head = {"head": {"kernel": jnp.eye(size)}}
+    labels = jnp.asarray(case.inputs["labels"], jnp.int32)
+
+    def entropy_sum(states):
+        scores = learner.token_scores(network, head, states, labels, jnp.float32(1.0))
+        return jnp.sum(scores.entropy), scores
+
+    gradient, scores = jax.grad(entropy_sum, has_aux=True)(logits)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(scores.logprobs, case.array("logprobs"), **close)
+    np.testing.assert_allclose(scores.entropy, case.array("entropy"), **close)
+    np.testing.assert_allclose(gradient, case.array("grad_logits_of_entropy_sum"), **close)
 
 
 def test_chunked_head_equals_the_whole_one_and_its_buffer_never_exists(monkeypatch):

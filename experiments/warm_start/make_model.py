@@ -65,7 +65,7 @@ class Flags:
     """Peak learning rate."""
     layer_scale: float = 5.0
     """Factor on the initial kernels of the layers."""
-    slip_share: float = 0.66
+    slip_share: float = 0.62
     """Share of carries and borrows that the demonstrations forget."""
     rows: int = 16_000
     """Questions taken from the split `warm`."""

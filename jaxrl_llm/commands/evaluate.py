@@ -1,7 +1,7 @@
 """`evaluate`: held-out accuracy of a config's first weights or, in a run folder that has checkpoints, of the newest one."""
 
 from jaxrl_llm import cli
-from jaxrl_llm.commands.train import guarded
+from jaxrl_llm.commands.train import guarded, quiet_libraries
 
 
 def run(words: list[str], prog: str) -> int:
@@ -13,6 +13,7 @@ def _evaluate(words: list[str], prog: str) -> int:
     if cli.wants_help(words, prog):
         return 0
     config = cli.read_config(words, prog)
+    quiet_libraries()
     from jaxrl_llm import trainer
 
     return trainer.evaluate(config)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxrl_llm.cli import split_words
-from jaxrl_llm.commands.train import guarded
+from jaxrl_llm.commands.train import guarded, quiet_libraries
 from jaxrl_llm.errors import ConfigError
 
 USAGE = """usage: {prog} --run_dir=FOLDER [--to=FOLDER] [--dtype=float32|bfloat16]
@@ -20,8 +20,10 @@ def _export(words: list[str], prog: str) -> int:
     if {"--help", "-h"} & set(words):
         print(USAGE.format(prog=prog))
         return 0
-    _, pairs, problems = split_words(words)
+    file, pairs, problems = split_words(words)
     options = dict(pairs)
+    if file is not None:
+        problems.append("--config: export reads the config.json of the run folder; leave it out")
     known = {"run_dir", "to", "dtype"}
     problems += [
         f"--{name}: no such option; need {', '.join(sorted(known))}"
@@ -36,6 +38,7 @@ def _export(words: list[str], prog: str) -> int:
     if problems:
         raise ConfigError(problems)
     folder = Path(options["run_dir"]).expanduser().absolute()
+    quiet_libraries()
     from jaxrl_llm import trainer
 
     trainer.export(

@@ -17,10 +17,16 @@ def _train(words: list[str], prog: str) -> int:
     if cli.wants_help(words, prog):
         return 0
     config = cli.read_config(words, prog)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    quiet_libraries()
     from jaxrl_llm import trainer
 
     return trainer.train(config)
+
+
+def quiet_libraries() -> None:
+    """Spare the user a library's advice that does not concern this program (that PyTorch is not installed)."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def guarded(action) -> int:  # type: ignore[no-untyped-def]

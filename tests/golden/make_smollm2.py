@@ -10,6 +10,7 @@ that the tests that read it need neither PyTorch nor a second pass over the weig
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,8 @@ KEPT_COLUMNS = (
 )
 
 
-def main(out: Path) -> None:
+def reference() -> tuple[Any, Any]:
+    """transformers' model (float32, PyTorch) and tokenizer of the packaged file."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -52,7 +54,14 @@ def main(out: Path) -> None:
     model.tie_weights()
     if set(missing) - {"lm_head.weight"} or unexpected:
         sys.exit(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+    return model, tokenizer
 
+
+def main(out: Path) -> None:
+    """Compute everything and write it to `out`."""
+    import torch
+
+    model, tokenizer = reference()
     arrays: dict[str, np.ndarray] = {"columns": np.arange(0, model.config.vocab_size, KEPT_COLUMNS)}
     chats = []
     for number, chat in enumerate(CHATS):

@@ -100,3 +100,26 @@ def test_logits(source: GGUFSource, golden: dict[str, np.ndarray]) -> None:
         logprobs -= logits.max(-1, keepdims=True)
         taken = np.take_along_axis(logprobs[:-1], ids[0, 1:, None], -1)[:, 0]
         assert np.abs(taken - golden[f"{name}_logprobs"]).max() < limit
+
+
+@pytest.mark.parity
+def test_logits_of_pytorch_live(source: GGUFSource, tokenizer: tok.Tokenizer) -> None:
+    """All 49,152 logits of a chat, against the model that transformers builds from the same file."""
+    import torch
+
+    from tests.golden.make_smollm2 import reference
+
+    model, other = reference()
+    ids = tokenizer.chat(CHATS[1])
+    assert ids == other.apply_chat_template(
+        list(CHATS[1]), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits[0].numpy()
+    config = families.from_hf(source.hf_config)
+    params: Any = weights.load_params(source, config)
+    tokens = jnp.asarray(ids)[None]
+    positions = jnp.arange(len(ids))[None]
+    hidden, _ = transformer.apply(config, params, tokens, positions, jnp.ones_like(tokens))
+    logits = np.asarray(heads.logits(config, params, hidden))[0]
+    assert np.abs(logits - wanted).max() < 2e-5 * np.abs(wanted).max()
