@@ -173,9 +173,7 @@ def same_rows(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 def steps(folder: Path) -> list[int]:
     """The committed checkpoints of a run folder."""
-    return sorted(
-        int(path.parent.name) for path in folder.glob("checkpoints/[0-9]*/manifest.json")
-    )
+    return sorted(int(path.parent.name) for path in folder.glob("checkpoints/[0-9]*/manifest.json"))
 
 
 def manifest(folder: Path, step: int | None = None) -> dict[str, Any]:

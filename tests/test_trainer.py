@@ -1,0 +1,392 @@
+"""The host loop as a whole: killed, stopped, damaged, changed, and started again, on a run of six tiny steps.
+
+Processes are killed for real; everything that ends in order runs inside the test process, on one of its devices.
+"""
+
+import json
+import shutil
+import signal
+import time
+
+import pytest
+
+from jaxrl_llm import runtime
+from jaxrl_llm.checkpoint.lock import RunLock
+from jaxrl_llm.commands import train
+from jaxrl_llm.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+)
+from tests import rig
+
+
+def same_run(one, other):
+    """Two run folders hold the same numbers: every metric bit for bit, every leaf, the data position, the samples."""
+    rig.same_rows(rig.rows(one), rig.rows(other))
+    assert [row["step"] for row in rig.rows(one)] == list(range(7))
+    assert rig.steps(one)[-1] == rig.steps(other)[-1] == 6
+    assert rig.digests(one) == rig.digests(other)
+    assert rig.manifest(one)["run"] == rig.manifest(other)["run"]
+    assert rig.completions(one) == rig.completions(other)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Folders of undisturbed processes, one for each algorithm that a test asks for."""
+    folders = {}
+
+    def folder(algorithm, **settings):
+        key = (algorithm, *settings.items())
+        if key not in folders:
+            target = tmp_path_factory.mktemp(algorithm) / "run"
+            done = rig.run(rig.ALGORITHMS[algorithm] | settings | {"trainer.run_dir": target})
+            assert done.returncode == EXIT_OK, done.stdout
+            folders[key] = target
+        return folders[key]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of an undisturbed GRPO run in this process."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    assert rig.run_here({"trainer.run_dir": folder}) == EXIT_OK
+    return folder
+
+
+@pytest.fixture
+def copy(base, tmp_path):
+    """A copy of the finished run that a test may spoil."""
+    return shutil.copytree(base, tmp_path / "run")
+
+
+# Killed --------------------------------------------------------------------------------------------------------------
+
+
+def killed_and_restarted(settings, plan):
+    """Kill a run as planned and start the same command again; returns what the second process printed.
+
+    A plan that sleeps first gives the save in flight the time to commit.
+    """
+    first = rig.run(settings, plan=plan)
+    assert first.returncode == -signal.SIGKILL, first.stdout
+    second = rig.run(settings)
+    assert second.returncode == EXIT_OK, second.stdout
+    return second.stdout
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "plan", "resumed"),
+    [
+        ("ppo", "after_data:6:sleep=2,before_update:6:kill", 5),  # the last step of the first epoch is the last one saved
+        ("grpo", "after_data:3:sleep=2,after_update:3:kill", 2),  # a row that no checkpoint knows is written twice
+        ("rloo", "in_save:4:kill", 2),  # a checkpoint is whole but has no name yet
+    ],
+)
+def test_a_killed_run_continues_bit_for_bit(algorithm, plan, resumed, undisturbed, tmp_path):
+    every = {"trainer.save_freq": 5 if algorithm == "ppo" else 2}
+    settings = rig.ALGORITHMS[algorithm] | every | {"trainer.run_dir": tmp_path / "run"}
+    out = killed_and_restarted(settings, plan)
+    assert f"resuming after step {resumed}\n" in out
+    same_run(tmp_path / "run", undisturbed(algorithm, **every))
+
+
+POINTS = (
+    "after_data in_rollout in_reward after_advantage before_update after_update in_save in_eval at_exit"
+).split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_killed_anywhere_continues_bit_for_bit(point, step, undisturbed, tmp_path):
+    algorithm = list(rig.ALGORITHMS)[(POINTS.index(point) + step // 2) % 3]
+    every = {"trainer.test_freq": 1}
+    step = {"in_save": step + 1, "at_exit": 6}.get(point, step)
+    settings = rig.ALGORITHMS[algorithm] | every | {"trainer.run_dir": tmp_path / "run"}
+    killed_and_restarted(settings, f"{point}:{step}:kill")
+    same_run(tmp_path / "run", undisturbed(algorithm, **every))
+
+
+# Stopped by a signal ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "saved", "pending"),
+    [
+        ("in_rollout:1:term", None, False),
+        ("in_rollout:3:term", 2, False),
+        ("before_update:5:term", 5, False),
+        ("in_eval:3:term", 3, True),
+        ("in_save:4:term", 4, False),
+    ],
+)
+def test_sigterm_saves_the_last_finished_step(
+    plan, saved, pending, base, tmp_path, monkeypatch, capfd
+):
+    came = []
+    handle = runtime.Signals._handle
+    monkeypatch.setattr(
+        runtime.Signals,
+        "_handle",
+        lambda self, *args: came.append(time.monotonic()) or handle(self, *args),
+    )
+    settings = {"trainer.run_dir": tmp_path / "run"}
+    assert rig.run_here(settings, plan=plan) == EXIT_INTERRUPTED
+    assert len(came) == 1 and time.monotonic() - came[0] < 30
+    told = capfd.readouterr().err
+    assert "the same command continues" in told
+    steps = rig.steps(tmp_path / "run")
+    assert (steps[-1] if steps else None) == saved
+    if saved:
+        assert f"step {saved} of 6 is saved" in told
+        assert bool(rig.manifest(tmp_path / "run")["run"]["pending"]) == pending
+    if pending:
+        assert rig.rows(tmp_path / "run")[-1]["step"] == saved - 1
+    assert rig.run_here(settings) == EXIT_OK
+    same_run(tmp_path / "run", base)
+
+
+def test_a_step_waiting_for_its_validation_may_be_interrupted_again(base, tmp_path):
+    settings = {"trainer.run_dir": tmp_path / "run", "trainer.log_completions_freq": 3}
+    for _ in range(2):
+        assert rig.run_here(settings, plan="in_eval:3:term") == EXIT_INTERRUPTED
+        assert rig.steps(tmp_path / "run") == [2, 3]
+    assert rig.run_here(settings) == EXIT_OK
+    rig.same_rows(rig.rows(tmp_path / "run"), rig.rows(base))
+    samples = rig.completions(tmp_path / "run")["00000003.jsonl"].splitlines()
+    splits = [json.loads(line)["split"] for line in samples]
+    assert splits == ["train"] * 4 + ["validation"] * 16
+
+
+def test_a_second_sigterm_ends_at_once_and_leaves_the_checkpoint_before(tmp_path):
+    plan = "in_rollout:4:term,in_save:3:sleep=100"
+    process = rig.start({"trainer.run_dir": tmp_path / "run"}, plan=plan)
+    try:
+        for line in process.stdout:
+            if "saving the last finished step" in line:
+                break
+        time.sleep(0.5)
+        assert process.poll() is None
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == EXIT_INTERRUPTED
+        assert time.monotonic() - start < 20
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert rig.steps(tmp_path / "run") == [2]
+    assert rig.run_here({"trainer.run_dir": tmp_path / "run"}) == EXIT_OK
+    assert rig.steps(tmp_path / "run") == [2, 4, 6]
+
+
+def test_a_stop_after_a_failed_save_saves_that_step_again(tmp_path, capfd):
+    plan = "in_save:2:raise,in_rollout:3:term"
+    assert rig.run_here({"trainer.run_dir": tmp_path / "run"}, plan=plan) == EXIT_INTERRUPTED
+    assert "checkpoint of step 2: got InjectedFault" in capfd.readouterr().out
+    assert rig.steps(tmp_path / "run") == [2]
+
+
+# Saves that fail -------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_in_flight_survives_an_error_in_the_loop(tmp_path):
+    plan = "in_save:2:sleep=1.5,in_reward:3:raise"
+    assert rig.run_here({"trainer.run_dir": tmp_path / "run"}, plan=plan) == EXIT_INTERNAL
+    assert rig.steps(tmp_path / "run") == [2]
+
+
+def test_a_failed_save_is_said_at_once_and_a_failed_last_save_is_an_error(tmp_path):
+    done = rig.run(
+        {"trainer.run_dir": tmp_path / "run", "trainer.logger": "console"}, file_blocks=100
+    )
+    assert done.returncode == EXIT_INTERNAL, done.stdout
+    assert "Checkpoint not saved" in done.stdout
+    assert done.stdout.index("checkpoint of step 2: got") < done.stdout.index("step 4/6")
+    assert rig.steps(tmp_path / "run") == []
+    assert len(rig.rows(tmp_path / "run")) == 7
+
+
+def test_an_earlier_save_that_failed_does_not_stop_training(tmp_path, capfd):
+    settings = {"trainer.run_dir": tmp_path / "run"}
+    assert rig.run_here(settings, plan="in_save:2:raise") == EXIT_OK
+    assert "Checkpoint not saved" in capfd.readouterr().out
+    assert rig.steps(tmp_path / "run") == [4, 6]
+
+
+# Damaged ---------------------------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(folder):
+    """Spoil the largest data file of a checkpoint."""
+    files = [path for path in (folder / "state").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_never_trained_on(copy, base, capfd):
+    flip_a_bit(copy / "checkpoints/00000006")
+    settings = {"trainer.run_dir": copy}
+    before = rig.everything(copy)
+    stop = settings | {"trainer.on_damaged_checkpoint": "stop"}
+    assert rig.run_here(stop) == EXIT_DATA
+    assert "checkpoint step 6" in capfd.readouterr().err
+    assert rig.everything(copy) == before
+    assert rig.run_here(settings) == EXIT_OK
+    out = capfd.readouterr().out
+    assert "checkpoint step 6" in out and "resuming after step 4" in out
+    same_run(copy, base)
+
+
+# Started again -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_says_so_and_changes_nothing(copy, capfd):
+    before = rig.everything(copy)
+    assert rig.run_here({"trainer.run_dir": copy}) == EXIT_OK
+    out = capfd.readouterr().out
+    assert "this run is finished: step 6 of 6" in out
+    for way in ("total_training_steps", "run_dir", "resume_mode=disable"):
+        assert way in out
+    assert rig.everything(copy) == before
+
+
+def test_more_steps_continue_a_finished_run(copy, tmp_path):
+    longer = {"trainer.total_training_steps": 8}
+    assert rig.run_here(longer | {"trainer.run_dir": copy}) == EXIT_OK
+    assert rig.run_here(longer | {"trainer.run_dir": tmp_path / "fresh"}) == EXIT_OK
+    rig.same_rows(rig.rows(copy), rig.rows(tmp_path / "fresh"))
+    assert [row["step"] for row in rig.rows(copy)] == list(range(9))
+    assert rig.digests(copy) == rig.digests(tmp_path / "fresh")
+
+
+def test_a_changed_learning_rate_is_taken_and_said(copy, capfd):
+    settings = {"trainer.run_dir": copy, "actor.optim.lr": 2e-3, "trainer.total_training_steps": 7}
+    assert rig.run_here(settings) == EXIT_OK
+    out = capfd.readouterr().out
+    assert "actor.optim.lr: 0.001 -> 0.002; the configured learning rate wins" in out
+    assert "trainer.total_training_steps: 6 -> 7" in out
+    rates = [row["actor/lr"] for row in rig.rows(copy)[-2:]]
+    assert rates == pytest.approx([1e-3, 2e-3])
+
+
+def test_changed_identity_settings_are_refused_with_old_and_new(copy, capfd):
+    before = rig.everything(copy)
+    changed = {"rollout.temperature": 1.25, "trainer.seed": 5}
+    assert rig.run_here({"trainer.run_dir": copy} | changed) == EXIT_CONFIG
+    told = capfd.readouterr().err
+    assert "rollout.temperature: the run in this folder has 1.5, got 1.25" in told
+    assert "trainer.seed: the run in this folder has 1, got 5" in told
+    assert rig.everything(copy) == before
+
+
+def test_disable_refuses_a_folder_that_holds_a_run(copy, capfd):
+    before = rig.everything(copy)
+    assert rig.run_here({"trainer.run_dir": copy, "trainer.resume_mode": "disable"}) == EXIT_CONFIG
+    assert "holds a run" in capfd.readouterr().err
+    assert rig.everything(copy) == before
+
+
+def test_a_run_continues_from_a_checkpoint_elsewhere(base, tmp_path):
+    before = rig.everything(base)
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.resume_mode": "path",
+        "trainer.resume_from_path": base / "checkpoints/00000004",
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    rig.same_rows(rig.rows(tmp_path / "run"), rig.rows(base)[5:])
+    assert rig.digests(tmp_path / "run") == rig.digests(base)
+    assert rig.everything(base) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("checkpoints", EXIT_CONFIG), ("checkpoints/00000099", EXIT_CONFIG)]
+)
+def test_a_path_that_is_no_checkpoint_is_refused(name, code, base, tmp_path, capfd):
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.resume_mode": "path",
+        "trainer.resume_from_path": base / name,
+    }
+    assert rig.run_here(settings) == code
+    assert "need the folder of a checkpoint step" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_changed_data_file_is_refused(tmp_path, capfd):
+    questions = [{"question": f"{a}+1=", "answer": f"#### {a + 1}"} for a in range(10, 26)]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "data.train_files": file,
+        "trainer.total_training_steps": 1,
+        "trainer.val_before_train": "false",
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    questions[3]["answer"] = "#### 9"
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions))
+    before = rig.everything(tmp_path / "run")
+    assert rig.run_here(settings | {"trainer.total_training_steps": 2}) == EXIT_CONFIG
+    assert "train: the run was trained on" in capfd.readouterr().err
+    assert rig.everything(tmp_path / "run") == before
+
+
+def test_the_same_seed_repeats_and_another_does_not(base, tmp_path):
+    assert rig.run_here({"trainer.run_dir": tmp_path / "again"}) == EXIT_OK
+    same_run(tmp_path / "again", base)
+    other = {"trainer.run_dir": tmp_path / "other", "trainer.seed": 2}
+    assert rig.run_here(other | {"trainer.total_training_steps": 2}) == EXIT_OK
+    mine, theirs = rig.rows(tmp_path / "other")[2], rig.rows(base)[2]
+    assert mine["actor/grad_norm"] != theirs["actor/grad_norm"]
+    assert rig.digests(tmp_path / "other", 2) != rig.digests(base, 2)
+
+
+def test_the_saved_configuration_gives_the_same_run(base, tmp_path):
+    words = [f"--config={base}/config.json", f"--trainer.run_dir={tmp_path}/run"]
+    with rig.devices(1):
+        assert train.run(words, prog="test") == EXIT_OK
+    same_run(tmp_path / "run", base)
+    saved = [json.loads((folder / "config.json").read_text()) for folder in (base, tmp_path / "run")]
+    for config in saved:
+        del config["trainer"]["run_dir"]
+    assert saved[0] == saved[1]
+
+
+def test_a_second_run_in_a_folder_is_refused(copy, capfd):
+    before = rig.everything(copy)
+    with RunLock(copy):
+        assert rig.run_here({"trainer.run_dir": copy}) == EXIT_CONFIG
+    assert "got a folder in use by process" in capfd.readouterr().err
+    assert rig.everything(copy) == before
+
+
+# What a person sees ------------------------------------------------------------------------------------------------------
+
+
+def test_without_answers_the_alarm_shows_raw_responses(tmp_path, capfd):
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "data.max_response_length": 2,
+        "data.val_files": "[]",
+        "trainer.total_training_steps": 2,
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    out = capfd.readouterr().out
+    alarm = out[out.index("[no_answer]") :]
+    assert all(f"\n  {number}: '" in alarm for number in (1, 2, 3))
+    assert [row["reward/answer_found"] for row in rig.rows(tmp_path / "run")] == [0.0, 0.0]
+
+
+def test_saving_is_booked_to_the_step_that_waited(base):
+    lines = (base / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line).get("timing_s/save_checkpoint") for line in lines]
+    assert seconds[0] is None and seconds[1] == seconds[2] == seconds[4] == 0.0
+    assert seconds[3] > 0 and seconds[5] > 0
