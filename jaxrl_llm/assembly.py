@@ -34,6 +34,7 @@ from jaxrl_llm.models import families, gguf, heads, transformer, weights
 from jaxrl_llm.packing import buckets
 from jaxrl_llm.paths import is_gguf, resolve_model_path
 from jaxrl_llm.records import Counters, ModelState, Params, TrainState
+from jaxrl_llm.rewards.table import unreadable_golds
 from jaxrl_llm.rollout.engine import Engine, make_engine
 
 Say = Callable[[str], None]
@@ -121,6 +122,9 @@ def load_prompts(
         "broken, skipped": prompts.skipped,
         "excluded": rows.excluded,
     }
+    golds = [(prompt.row_id, prompt.answer) for prompt in prompts.prompts]
+    for warning in unreadable_golds(config.reward.functions, golds):
+        say(warning)
     details = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     say(f"{what}: {len(prompts.prompts):,} prompts" + (f" ({details})" if details else ""))
     return prompts
@@ -135,15 +139,28 @@ def _prompt_sets(
         config, knobs.train_files, knobs.train_max_samples, reader, vocabulary, say, "training"
     )
     if not knobs.val_files:
+        _unknown_exclusions(knobs, (train,), say)
         return train, None
     val = load_prompts(
         config, knobs.val_files, knobs.val_max_samples, reader, vocabulary, say, "validation"
     )
+    _unknown_exclusions(knobs, (train, val), say)
     if shared := shared_rows(train, val):
         say(
             f"warning: {shared} validation prompts are training prompts too; held-out accuracy will flatter"
         )
     return train, val
+
+
+def _unknown_exclusions(knobs: DataKnobs, sets: tuple[PromptSet, ...], say: Say) -> None:
+    """Say which `data.exclude_ids` name a file that was not read: a misspelt id would leave its row in, silently."""
+    stems = {prompt.row_id.rpartition(":")[0] for prompts in sets for prompt in prompts.prompts}
+    unknown = [name for name in knobs.exclude_ids if name.rpartition(":")[0] not in stems]
+    if unknown:
+        say(
+            f"warning: data.exclude_ids {', '.join(unknown[:5])} name no file that was read (there are "
+            f"{', '.join(sorted(stems))}); write FILE_STEM:LINE"
+        )
 
 
 def scoring_temperature(config: Config) -> float:
@@ -237,6 +254,11 @@ def build(config: Config, say: Say) -> Parts:
         seed=config.data.seed or 0,
         num_workers=config.data.num_workers,
     )
+    if stream.dropped_per_epoch:
+        say(
+            f"training: {stream.dropped_per_epoch} prompts do not fill a batch of {config.data.train_batch_size} and are left "
+            "out of every epoch (other ones each time where data.shuffle is on)"
+        )
     total = (
         config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     )
@@ -258,6 +280,7 @@ def build(config: Config, say: Say) -> Parts:
     decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
     slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
+    engine = _engine(config, model, decode_mesh, actor.network.dtype, reader)
     reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
     fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
     return Parts(
@@ -271,7 +294,7 @@ def build(config: Config, say: Say) -> Parts:
         rollout_shardings=sharding.param_shardings(
             decode_mesh, families.param_dims(model), actor.abstract
         ),
-        engine=_engine(config, model, decode_mesh, actor.network.dtype, reader),
+        engine=engine,
         actor=actor,
         critic=critic,
         reference=reference,

@@ -107,6 +107,20 @@ def not_finite(row: Row, history: Sequence[Row], context: Context) -> Alarm | No
     )
 
 
+def reward_failures(row: Row, history: Sequence[Row], context: Context) -> Alarm | None:
+    """A reward function failed on some sample: it raised, timed out, died, or returned no finite number."""
+    failed = _number(row, "reward/failed")
+    if not failed:
+        return None
+    late = _number(row, "reward/timeout") or 0.0
+    return Alarm(
+        "reward_failures",
+        f"{failed:.0f} samples could not be graded ({late:.0f} of them ran out of time) and were left out of the update.",
+        "Run the reward function by itself on a few lines of completions/; reward.timeout_s and reward.memory_limit_mb bound a "
+        "call, reward.clip_min and reward.clip_max hold huge values.",
+    )
+
+
 def no_signal(row: Row, history: Sequence[Row], context: Context) -> Alarm | None:
     """More than 80 % of the groups have equal rewards, so nearly the whole batch gives no gradient."""
     share = _number(row, "groups/no_signal")
@@ -253,6 +267,7 @@ def truncation(row: Row, history: Sequence[Row], context: Context) -> Alarm | No
 
 READINGS: dict[str, Callable[[Row, Sequence[Row], Context], Alarm | None]] = {
     "not_finite": not_finite,
+    "reward_failures": reward_failures,
     "no_signal": no_signal,
     "flat_advantages": flat_advantages,
     "clipping": clipping,

@@ -54,7 +54,7 @@ def evaluate(
 
     `sample(prompts, greedy)` gives one graded response per prompt (greedy) or `n`: the rollout, grades and texts. `vote` reads the
     answer out of a response for maj@n; `correctness` names the reward function that is `acc`. A failed grading counts
-    as 0.
+    as 0, and the share of such rows stands in `reward_failed`, a metric that is there only when some failed.
     """
     by_source: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     samples: list[dict[str, Any]] = []
@@ -66,6 +66,7 @@ def evaluate(
             source["acc"].append(_right(entry, correctness))
             source["reward"].append(entry.score if np.isfinite(entry.score) else 0.0)
             source["length"].append(int(rollout.response_lengths[row]))
+            source["failed"].append(entry.failure is not None)
             if entry.answer_found is not None:
                 source["answer_found"].append(bool(entry.answer_found))
             samples.append(
@@ -90,6 +91,8 @@ def evaluate(
         metrics[f"val/{name}/acc/mean@1"] = float(np.mean(values["acc"]))
         metrics[f"val/{name}/reward/mean@1"] = float(np.mean(values["reward"]))
         metrics[f"val/{name}/response_length/mean@1"] = float(np.mean(values["length"]))
+        if any(values["failed"]):
+            metrics[f"val/{name}/reward_failed/mean@1"] = float(np.mean(values["failed"]))
         if values["answer_found"]:
             metrics[f"val/{name}/answer_found/mean@1"] = float(np.mean(values["answer_found"]))
         if n > 1:

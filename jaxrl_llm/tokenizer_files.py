@@ -25,10 +25,12 @@ def from_folder(folder: Path) -> tuple["tokenizers.Tokenizer", dict[str, Any], b
         "chat_template"
     )
     if isinstance(template, list):
-        template = {e["name"]: e["template"] for e in template}.get("default")
+        named = [e for e in template if isinstance(e, dict) and e.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        template = _read(folder / "chat_template.jinja")
     config["chat_template"] = template or None
+    check_settings(folder, config)
     file = folder / "tokenizer.json"
     if not file.is_file():
         return _converted(folder, config)
@@ -42,7 +44,7 @@ def from_folder(folder: Path) -> tuple["tokenizers.Tokenizer", dict[str, Any], b
             f"{file} ({len(source)} bytes) is not a tokenizer that can be read ({error}); need a complete tokenizer.json; "
             "copy it again"
         ) from error
-    late = config.get("added_tokens_decoder", {})
+    late = config.get("added_tokens_decoder") or {}
     for number, entry in sorted(late.items(), key=lambda item: int(item[0])):
         if fast.id_to_token(int(number)) is None and fast.get_vocab_size() == int(number):
             flags = {
@@ -52,6 +54,32 @@ def from_folder(folder: Path) -> tuple["tokenizers.Tokenizer", dict[str, Any], b
             }
             fast.add_tokens([AddedToken(entry["content"], normalized=False, **flags)])
     return fast, config, source
+
+
+def check_settings(folder: Path, config: dict[str, Any]) -> None:
+    """Raise one `DataError` for every setting that is used here and has another type than it should."""
+    problems = []
+
+    def need(name: str, value: Any, good: bool, what: str) -> None:
+        if not good:
+            problems.append(
+                f"{folder}: tokenizer setting {name}: got {value!r}, need {what}; correct tokenizer_config.json"
+            )
+
+    for name in NAMED:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        need(name, value, text is None or isinstance(text, str), "a text")
+    template = config["chat_template"]
+    need("chat_template", template, template is None or isinstance(template, str), "a text")
+    late = config.get("added_tokens_decoder") or {}
+    good = isinstance(late, dict) and all(
+        number.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        for number, entry in late.items()
+    )
+    need("added_tokens_decoder", late, good, "tokens by id, each with its content")
+    if problems:
+        raise DataError(problems)
 
 
 def _converted(
@@ -84,12 +112,19 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{file} is not valid JSON ({error}); need a complete file; copy it again"
         ) from error
     return data if isinstance(data, dict) else {}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 ({error}); copy it again") from error
 
 
 def ends(folder: Path) -> list[int]:
@@ -97,5 +132,10 @@ def ends(folder: Path) -> list[int]:
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(number) is int for number in ids):
+            raise DataError(
+                f"{folder / name}: got eos_token_id {value!r}, need one id or a list of ids; correct the file"
+            )
+        found += ids
     return found

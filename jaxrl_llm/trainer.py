@@ -77,7 +77,7 @@ def train(config: Config) -> int:
                 saver=saver,
                 phases=metrics.Phases(),
                 compilations=metrics.CompileCounter(),
-                history=metrics.read_rows(folder),
+                history=[row for row in metrics.read_rows(folder) if row["step"] > 0],
             )
             for name, old in manifest.get("rewards", {}).items():
                 if old != grader.digests.get(name):
@@ -106,11 +106,18 @@ def _continue_config(config: Config, folder: Path) -> Config:
 
 
 def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple[TrainState, Row]:
-    """The newest verified checkpoint, or the state before the first step."""
+    """The newest verified checkpoint, or the state before the first step.
+
+    A path leads elsewhere only until this folder has a checkpoint of its own, so that the same command continues; a path
+    into this folder goes back to that step.
+    """
     knobs = parts.config.trainer
     restored = None
-    if knobs.resume_mode == "path":
-        source = Path(knobs.resume_from_path or "").expanduser().absolute()
+    source = Path(knobs.resume_from_path or "").expanduser().absolute()
+    begun = saver.steps() and source.parent != saver.directory
+    if knobs.resume_mode == "auto" or (knobs.resume_mode == "path" and begun):
+        restored = saver.restore(assembly.abstract_state(parts))
+    elif knobs.resume_mode == "path":
         if not source.name.isdecimal() or not source.is_dir():
             raise ConfigError(
                 f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)"
@@ -121,8 +128,6 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
             raise DataError(
                 f"trainer.resume_from_path: {source} holds no checkpoint; need a step folder with a manifest"
             )
-    elif knobs.resume_mode == "auto":
-        restored = saver.restore(assembly.abstract_state(parts))
     if restored is None:
         state = assembly.first_state(parts)
         bytes_needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -169,6 +174,8 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
             pending, run.samples = manifest["pending"]["row"], manifest["pending"]["samples"]
             _close_step(parts, run, state, int(state.step), pending)
             pending = None
+            if int(state.step) == parts.total_steps:
+                save()
         elif int(state.step) == 0 and knobs.val_before_train and parts.val:
             with run.phases("testing"):
                 row = validate(parts, run, state, 0)

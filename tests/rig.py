@@ -72,8 +72,8 @@ def words(overrides: dict[str, Any]) -> list[str]:
     return [f"--config={CONFIG}", *(f"--{name}={value}" for name, value in settings.items())]
 
 
-def environment(devices: int = 1, **extra: str) -> dict[str, str]:
-    """The environment of a run: the suite's compilation cache, and one device unless more are asked for."""
+def environment(plan: str = "", devices: int = 1) -> dict[str, str]:
+    """The environment of a run: the suite's compilation cache, a fault plan, and one device unless more are asked for."""
     flags = [
         flag
         for flag in os.environ.get("XLA_FLAGS", "").split()
@@ -81,8 +81,8 @@ def environment(devices: int = 1, **extra: str) -> dict[str, str]:
     ]
     if devices > 1:
         flags.append(f"--xla_force_host_platform_device_count={devices}")
-    plain = {name: value for name, value in os.environ.items() if name != fault.PLAN_VARIABLE}
-    return plain | {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)} | extra
+    ours = {"XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT), fault.PLAN_VARIABLE: plan}
+    return dict(os.environ) | ours
 
 
 def start(overrides: dict[str, Any], *, plan: str = "", file_blocks: int | None = None) -> Any:
@@ -90,9 +90,13 @@ def start(overrides: dict[str, Any], *, plan: str = "", file_blocks: int | None 
     command = [sys.executable, "-m", "jaxrl_llm.main", *words(overrides)]
     if file_blocks is not None:
         command = ["bash", "-c", f'ulimit -f {file_blocks}; exec "$@"', "limited", *command]
-    env = environment(**({fault.PLAN_VARIABLE: plan} if plan else {}))
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment(plan),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -166,14 +170,15 @@ def same_rows(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     """Assert that two metric streams are equal bit for bit (NaN equals NaN)."""
     assert [row["step"] for row in one] == [row["step"] for row in other]
     for left, right in zip(one, other, strict=True):
-        assert list(left) == list(right), f"step {left['step']}: other metrics"
+        assert set(left) == set(right), f"step {left['step']}: other metrics"
         different = [name for name in left if repr(left[name]) != repr(right[name])]
         assert not different, {name: (left[name], right[name]) for name in different}
 
 
 def steps(folder: Path) -> list[int]:
     """The committed checkpoints of a run folder."""
-    return sorted(int(path.parent.name) for path in folder.glob("checkpoints/[0-9]*/manifest.json"))
+    found = [path.parent.name for path in folder.glob("checkpoints/*/manifest.json")]
+    return sorted(int(name) for name in found if name.isdigit())
 
 
 def manifest(folder: Path, step: int | None = None) -> dict[str, Any]:
@@ -187,9 +192,12 @@ def digests(folder: Path, step: int | None = None) -> dict[str, str]:
     return {name: leaf["digest"] for name, leaf in manifest(folder, step)["leaves"].items()}
 
 
-def completions(folder: Path) -> dict[str, str]:
-    """The files of samples by name."""
-    return {path.name: path.read_text() for path in (folder / "completions").glob("*.jsonl")}
+def completions(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every file of samples, by file name."""
+    return {
+        path.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (folder / "completions").glob("*.jsonl")
+    }
 
 
 def everything(folder: Path) -> dict[str, bytes]:

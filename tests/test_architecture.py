@@ -62,7 +62,7 @@ TABLE: dict[str, str] = {
     "evaluation": "records rewards",
     # the loop and what it is made of
     "runtime": "errors config checks checkpoint",
-    "assembly": f"{FLOOR} config checks summary paths console data tokenizer models sharding packing rollout optimizer learner checkpoint",
+    "assembly": f"{FLOOR} config checks summary paths console data rewards.table tokenizer models sharding packing rollout optimizer learner checkpoint",
     "report": f"{FLOOR} assembly metrics console rewards",
     "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics packing report rewards rollout runtime sharding learner",
     "trainer": f"{FLOOR} config checks notices assembly checkpoint console diagnostics evaluation fault metrics models plots report "

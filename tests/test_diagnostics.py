@@ -40,6 +40,7 @@ def test_a_healthy_row_and_an_empty_one_raise_nothing():
 @pytest.mark.parametrize(
     "key, quiet, loud, name",
     [
+        ("reward/failed", 0.0, 1.0, "reward_failures"),
         ("groups/no_signal", 0.8, 0.81, "no_signal"),
         ("critic/advantages/std", 1e-3, 0.9e-3, "flat_advantages"),
         ("critic/advantages/std", 1e-3, 0.0, "flat_advantages"),
@@ -64,6 +65,11 @@ def test_kl_against_its_target():
     assert names({"actor/kl_loss": 1.01}, target_kl=0.1) == ["divergence"]
     (alarm,) = check(HEALTHY | {"actor/kl_loss": 3.0}, HISTORY, target_kl=0.1)
     assert "30 times the target of 0.1" in alarm.message
+
+
+def test_reward_failures_count_samples_and_time_outs():  # E1, E2
+    (alarm,) = check(HEALTHY | {"reward/failed": 3.0, "reward/timeout": 2.0}, HISTORY)
+    assert alarm.message.startswith("3 samples could not be graded (2 of them ran out of time)")
 
 
 def test_no_answer_needs_two_batches_and_shows_three_raw_ends():

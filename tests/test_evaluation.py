@@ -96,6 +96,7 @@ def test_greedy_metrics_per_data_source():
             "val/odd/reward/mean@1": 1.0,
             "val/odd/response_length/mean@1": 12.0,
             "val/odd/answer_found/mean@1": 1.0,
+            "val/odd/reward_failed/mean@1": 0.5,
         }
     )
     assert [sample["row_id"] for sample in samples] == [f"f:{i + 1}" for i in range(5)]

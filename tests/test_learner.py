@@ -10,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_llm import learner, masking, sharding
+from jaxrl_llm import learner, masking, packing, sharding
 from jaxrl_llm import optimizer as optimizer_module
 from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs, KLControlKnobs, OptimKnobs
 from jaxrl_llm.models import heads, transformer
+from jaxrl_llm.records import Prompt
+from jaxrl_llm.rollout import sampling
+from jaxrl_llm.rollout.engine import generate, make_engine
 from tests import tiny
 from tests.algorithms.golden import load
 
@@ -244,6 +247,21 @@ def test_a_step_with_a_non_finite_loss_changes_no_bit(field):
     jax.tree.map(np.testing.assert_array_equal, before.opt_state, after.opt_state)
 
 
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped():  # N4
+    def spoiled(loss):
+        def wrapped(params, *rest):
+            value, aux = loss(params, *rest)
+            return value + jnp.sqrt(
+                jnp.sum(0.0 * params["embed"]["kernel"])
+            ), aux  # d sqrt(0) = inf
+
+        return wrapped
+
+    kept, metrics = gradient(tiny.mesh(), "token-mean", loss_fn=spoiled)
+    assert metrics["skipped"].tolist() == [1.0] and np.isfinite(metrics["loss"]).all()
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(kept))
+
+
 def test_a_batch_without_trained_tokens_is_skipped_and_counted():
     batch = tiny.ragged_batch()
     before, _, after, metrics = run(tiny.mesh(), batch.replace(mask=np.zeros_like(batch.mask)))
@@ -298,6 +316,39 @@ def test_the_first_mini_batch_of_an_on_policy_update_has_ratio_one():
     assert metrics["ratio_deviation_max"][2:].max() > 1e-3
     assert metrics["pg_clipfrac"][2:].max() > 0
     assert metrics["logprob_gap_max"][0] < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "most", "mean"), [("float32", 1e-4, 1e-5), ("bfloat16", 1, 1e-2)]
+)
+def test_sampler_and_training_forward_agree(dtype, most, mean, temperature):  # R6
+    mesh = tiny.mesh()
+    params = tiny.params(mesh, scale=2.0)
+    engine = make_engine(
+        tiny.model(), mesh, dtype=jnp.dtype(dtype), stop_ids=(2,), decode_text=str, chunk=8,
+        prompt_length=6, response_length=16,
+    )  # fmt: skip
+    prompts = [
+        Prompt(ids, "", (), "", "tiny", {}, n, f"rows:{n}")
+        for n, ids in enumerate([(3, 4, 5), (9, 2, 8, 7, 6), (11,), (3, 4, 5)])
+    ]
+    drawn = generate(
+        engine, params, prompts, n=8, sampling=sampling.make_sampling(temperature), seed=1, step=1,
+        purpose=sampling.TRAIN,
+    )  # fmt: skip
+    rows = packing.make_rows(drawn, np.zeros(32), np.ones(32, bool), 6, 16)
+    network = learner.Network(tiny.model(), mesh, jnp.dtype(dtype), False)
+    scores = learner.make_score(network, None)(params, rows, jnp.float32(temperature))
+    gap = np.abs(np.asarray(scores.logprobs) - rows.sampler_logprobs)[rows.mask]
+    assert gap.size > 200 and gap.max() < most and gap.mean() < mean
+    texts = {
+        group: {tuple(row) for row in drawn.response_tokens[rows.group_ids == group]}
+        for group in (0, 3)
+    }
+    assert len(texts[0]) > 1 and texts[0] != texts[3], (
+        "equal prompts are two groups with their own draws"
+    )  # R7, F5
 
 
 def test_skipping_the_old_forward_on_policy_gives_the_same_update():

@@ -127,6 +127,16 @@ def test_rows_worked_by_hand():
     assert batch.old_logprobs is None and batch.advantages is None
 
 
+def test_equal_prompts_are_separate_groups():  # F5
+    rollout = example()
+    twins = replace(
+        rollout, prompt_tokens=rollout.prompt_tokens[[0, 0]], prompt_lengths=np.array([1, 1])
+    )
+    batch = make_rows(twins, np.arange(4.0), ALL, 4, 3)
+    np.testing.assert_array_equal(batch.tokens[:, :4], [[0, 0, 0, 4]] * 4)
+    np.testing.assert_array_equal(batch.group_ids, [0, 0, 1, 1])
+
+
 def test_an_invalid_row_keeps_its_tokens_and_trains_nothing():
     scores = np.array([np.nan, 0.5, 0.0, 2.0])
     whole = make_rows(example(), np.zeros(4), ALL, 4, 3)

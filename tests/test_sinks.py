@@ -13,6 +13,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl_llm.metrics import open_sinks, read_rows, redact, redact_text, truncate
+from tests import rig
 
 CANARY = "canary-7f31ab09d2"
 
@@ -341,3 +342,32 @@ def test_redact_keeps_what_is_no_secret():
 )
 def test_redact_inside_texts(text):
     assert CANARY not in redact_text(text) and CANARY not in str(redact({"path": text}))
+
+
+def test_no_secret_of_the_environment_reaches_a_file_or_a_stream(
+    tmp_path, monkeypatch, capfd
+):  # L5
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"):
+        monkeypatch.setenv(name, CANARY)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(response, **rest):\n    raise ValueError('no grade')\n")
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.total_training_steps": 1,
+        "trainer.logger": "console,jsonl,tensorboard,wandb",
+        "trainer.log_completions_freq": 1,
+        "reward.functions": f"gsm8k,{reward}:score",
+        "reward.num_workers": 1,
+        "reward.max_failed_share": 1.0,
+        "data.train_files": "arithmetic:train:8",
+        "data.val_files": "[]",
+    }
+    assert rig.run_here(settings) == 0
+    printed = "".join(capfd.readouterr())
+    files = rig.everything(tmp_path / "run")
+    assert {"config.json", "metrics.jsonl"} <= set(files) and "W&B" in printed
+    assert any(name.startswith("checkpoints/") for name in files)
+    assert any(name.startswith("tensorboard/") for name in files)
+    assert [name for name, content in files.items() if CANARY.encode() in content] == []
+    assert CANARY not in printed

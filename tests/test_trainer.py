@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxrl_llm import runtime
+from jaxrl_llm import fault, runtime
 from jaxrl_llm.checkpoint.lock import RunLock
 from jaxrl_llm.commands import train
 from jaxrl_llm.errors import (
@@ -82,8 +82,16 @@ def killed_and_restarted(settings, plan):
 @pytest.mark.parametrize(
     ("algorithm", "plan", "resumed"),
     [
-        ("ppo", "after_data:6:sleep=2,before_update:6:kill", 5),  # the last step of the first epoch is the last one saved
-        ("grpo", "after_data:3:sleep=2,after_update:3:kill", 2),  # a row that no checkpoint knows is written twice
+        (
+            "ppo",
+            "after_data:6:sleep=2,before_update:6:kill",
+            5,
+        ),  # the last step of the first epoch is the last one saved
+        (
+            "grpo",
+            "after_data:3:sleep=2,after_update:3:kill",
+            2,
+        ),  # a row that no checkpoint knows is written twice
         ("rloo", "in_save:4:kill", 2),  # a checkpoint is whole but has no name yet
     ],
 )
@@ -95,9 +103,7 @@ def test_a_killed_run_continues_bit_for_bit(algorithm, plan, resumed, undisturbe
     same_run(tmp_path / "run", undisturbed(algorithm, **every))
 
 
-POINTS = (
-    "after_data in_rollout in_reward after_advantage before_update after_update in_save in_eval at_exit"
-).split()
+POINTS = [point for point in fault.POINTS if point not in ("in_delete", "in_export")]
 
 
 @pytest.mark.slow
@@ -122,7 +128,8 @@ def test_a_run_killed_anywhere_continues_bit_for_bit(point, step, undisturbed, t
         ("in_rollout:3:term", 2, False),
         ("before_update:5:term", 5, False),
         ("in_eval:3:term", 3, True),
-        ("in_save:4:term", 4, False),
+        ("in_eval:6:term", 6, True),
+        ("in_save:4:term,in_reward:5:sleep=1", 4, False),
     ],
 )
 def test_sigterm_saves_the_last_finished_step(
@@ -130,11 +137,12 @@ def test_sigterm_saves_the_last_finished_step(
 ):
     came = []
     handle = runtime.Signals._handle
-    monkeypatch.setattr(
-        runtime.Signals,
-        "_handle",
-        lambda self, *args: came.append(time.monotonic()) or handle(self, *args),
-    )
+
+    def watched(self, number, frame):
+        came.append(time.monotonic())
+        handle(self, number, frame)
+
+    monkeypatch.setattr(runtime.Signals, "_handle", watched)
     settings = {"trainer.run_dir": tmp_path / "run"}
     assert rig.run_here(settings, plan=plan) == EXIT_INTERRUPTED
     assert len(came) == 1 and time.monotonic() - came[0] < 30
@@ -158,8 +166,8 @@ def test_a_step_waiting_for_its_validation_may_be_interrupted_again(base, tmp_pa
         assert rig.steps(tmp_path / "run") == [2, 3]
     assert rig.run_here(settings) == EXIT_OK
     rig.same_rows(rig.rows(tmp_path / "run"), rig.rows(base))
-    samples = rig.completions(tmp_path / "run")["00000003.jsonl"].splitlines()
-    splits = [json.loads(line)["split"] for line in samples]
+    samples = rig.completions(tmp_path / "run")["00000003.jsonl"]
+    splits = [sample["split"] for sample in samples]
     assert splits == ["train"] * 4 + ["validation"] * 16
 
 
@@ -293,7 +301,7 @@ def test_disable_refuses_a_folder_that_holds_a_run(copy, capfd):
     assert rig.everything(copy) == before
 
 
-def test_a_run_continues_from_a_checkpoint_elsewhere(base, tmp_path):
+def test_a_run_continues_from_a_checkpoint_elsewhere(base, tmp_path, capfd):
     before = rig.everything(base)
     settings = {
         "trainer.run_dir": tmp_path / "run",
@@ -304,6 +312,20 @@ def test_a_run_continues_from_a_checkpoint_elsewhere(base, tmp_path):
     rig.same_rows(rig.rows(tmp_path / "run"), rig.rows(base)[5:])
     assert rig.digests(tmp_path / "run") == rig.digests(base)
     assert rig.everything(base) == before
+    capfd.readouterr()
+    assert rig.run_here(settings) == EXIT_OK
+    assert "this run is finished: step 6 of 6" in capfd.readouterr().out
+
+
+def test_a_path_into_the_same_folder_goes_back_to_that_step(copy, base, capfd):
+    settings = {
+        "trainer.run_dir": copy,
+        "trainer.resume_mode": "path",
+        "trainer.resume_from_path": copy / "checkpoints/00000004",
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    assert "resuming after step 4" in capfd.readouterr().out
+    same_run(copy, base)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +376,9 @@ def test_the_saved_configuration_gives_the_same_run(base, tmp_path):
     with rig.devices(1):
         assert train.run(words, prog="test") == EXIT_OK
     same_run(tmp_path / "run", base)
-    saved = [json.loads((folder / "config.json").read_text()) for folder in (base, tmp_path / "run")]
+    saved = [
+        json.loads((folder / "config.json").read_text()) for folder in (base, tmp_path / "run")
+    ]
     for config in saved:
         del config["trainer"]["run_dir"]
     assert saved[0] == saved[1]
@@ -366,6 +390,24 @@ def test_a_second_run_in_a_folder_is_refused(copy, capfd):
         assert rig.run_here({"trainer.run_dir": copy}) == EXIT_CONFIG
     assert "got a folder in use by process" in capfd.readouterr().err
     assert rig.everything(copy) == before
+
+
+def test_a_mended_reward_file_is_said_and_accepted(tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(response, answer, **rest):\n    return 1.0\n")
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "reward.functions": f"{file}:score",
+        "data.val_files": "[]",
+        "reward.num_workers": 1,
+        "trainer.total_training_steps": 1,
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    file.write_text("def score(response, answer, **rest):\n    return 0.5\n")
+    assert "has changed" not in capfd.readouterr().out
+    assert rig.run_here(settings | {"trainer.total_training_steps": 2}) == EXIT_OK
+    assert "its file has changed since step 1" in capfd.readouterr().out
+    assert [row["critic/score/mean"] for row in rig.rows(tmp_path / "run")] == [1.0, 0.5]
 
 
 # What a person sees ------------------------------------------------------------------------------------------------------
@@ -390,3 +432,31 @@ def test_saving_is_booked_to_the_step_that_waited(base):
     seconds = [json.loads(line).get("timing_s/save_checkpoint") for line in lines]
     assert seconds[0] is None and seconds[1] == seconds[2] == seconds[4] == 0.0
     assert seconds[3] > 0 and seconds[5] > 0
+
+
+def test_operational_settings_decide_what_is_written(base, tmp_path, capfd):
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.total_training_steps": 2,
+        "trainer.logger": "jsonl,tensorboard",
+        "trainer.log_completions_freq": 1,
+        "trainer.log_completions_count": 2,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": 1,
+        "trainer.val_before_train": "false",
+        "trainer.max_ckpt_to_keep": 1,
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    out = capfd.readouterr().out
+    assert "step 1/2" not in out and "Samples of step" not in out
+    folder = tmp_path / "run"
+    assert list(folder.glob("tensorboard/*tfevents*")) and not (base / "tensorboard").exists()
+    rows = rig.rows(folder)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all("val/arithmetic/acc/mean@1" in row for row in rows)
+    for samples in rig.completions(folder).values():
+        splits = [sample["split"] for sample in samples]
+        assert splits == ["train"] * 2 + ["validation"] * 16
+    assert len(rig.completions(folder)) == 2
+    assert rig.steps(folder) == [2] and rig.steps(base) == [2, 4, 6]
+    assert (folder / "plots" / "training.png").is_file()

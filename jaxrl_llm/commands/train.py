@@ -7,6 +7,12 @@ import traceback
 from jaxrl_llm import cli
 from jaxrl_llm.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, ConfigError, RunError
 
+OUT_OF_MEMORY = """Out of device memory (the sizes stand in the message above). What to turn, in this order:
+  in an update:   actor.ppo_micro_batch_size_per_device (and the critic's) down, model.enable_gradient_checkpointing on
+  while scoring:  rollout.log_prob_micro_batch_size_per_device and ref.log_prob_micro_batch_size_per_device down
+  while decoding: rollout.max_num_seqs or gpu_memory_utilization down, rollout.tensor_model_parallel_size up
+  anywhere:       mesh.fsdp up, data.max_response_length down. Finished checkpoints are untouched; the same command continues."""
+
 
 def run(words: list[str], prog: str) -> int:
     """Train from a command line; returns the exit code (0, 64, 65, 70 or 75)."""
@@ -41,8 +47,10 @@ def guarded(action) -> int:  # type: ignore[no-untyped-def]
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_INTERNAL
-    except Exception:
+    except Exception as problem:
         traceback.print_exc()
+        if "RESOURCE_EXHAUSTED" in str(problem):
+            print(OUT_OF_MEMORY, file=sys.stderr, flush=True)
         print(
             "jaxrl_llm stopped on an internal error (exit 70); the traceback above says where.",
             file=sys.stderr,

@@ -113,6 +113,11 @@ def open_source(text: str) -> Source:
 def open_path(text: str) -> Source:
     """A `.jsonl` or `.parquet` path; where only the same name with the other ending exists, that one, with a note."""
     path = Path(expand(text))
+    if "\0" in text or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        raise ConfigError(
+            f"got the data file {text[:80]!r} ({len(text)} characters), need a path that a file system takes: no NUL, at most "
+            "255 bytes per name; correct data.train_files or data.val_files"
+        )
     other = {".jsonl": ".parquet", ".parquet": ".jsonl"}.get(path.suffix)
     if other is None:
         raise ConfigError(

@@ -209,6 +209,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change the arithmetic, and the values (besides null) under which they do not."""
 
+LARGEST_SIZE = 2**31
+
 SIZES = {
     "vocab_size": "vocab_size",
     "num_hidden_layers": "num_layers",
@@ -227,8 +229,10 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     Raises one `ConfigError` that lists every field that is missing, malformed or asks for something not implemented. Fields
     that do not touch the arithmetic are ignored.
     """
+    if not isinstance(config, dict):
+        raise ConfigError(f"config.json: got a {type(config).__name__}, need an object of fields")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
             f"model_type: got {family!r}, need one of {', '.join(FAMILIES)}; choose a model of these families"
         )
@@ -251,6 +255,13 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     if mlp_bias and family != "llama":
         problems.append(f"mlp_bias: got true, need false: the {family} family has no MLP biases")
     eos = given.get("eos_token_id")
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for field, ids in (
+        ("eos_token_id", eos_ids),
+        ("bos_token_id", [0 if given["bos_token_id"] is None else given["bos_token_id"]]),
+    ):
+        if not all(type(number) is int and number >= 0 for number in ids):
+            problems.append(f"{field}: got {given[field]!r}, need token ids; correct config.json")
     model: ModelConfig | None = None
     if len(sizes) == len(SIZES):
         try:
@@ -267,7 +278,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
                 qk_norm=family == "qwen3",
                 sliding_window=window,
                 bos_id=given["bos_token_id"],
-                eos_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+                eos_ids=tuple(eos_ids),
             )
         except ConfigError as error:
             problems.extend(error.problems)
@@ -291,11 +302,13 @@ def _sizes(given: dict[str, Any], problems: list[str]) -> dict[str, int]:
     sizes = {}
     for field, name in SIZES.items():
         value = filled.get(field)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value < LARGEST_SIZE:
             sizes[name] = value
         else:
             got = repr(value) if field in filled else "nothing"
-            problems.append(f"{field}: got {got}, need a positive integer; correct config.json")
+            problems.append(
+                f"{field}: got {got}, need a positive integer below 2**31; correct config.json"
+            )
     return sizes
 
 
@@ -303,11 +316,14 @@ def _rope(given: dict[str, Any], problems: list[str]) -> tuple[float, RopeScalin
     """Base and stretching from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
     fields = given.get(name) or {}
+    if not isinstance(fields, dict):
+        problems.append(f"{name}: got {fields!r}, need an object of fields; correct config.json")
+        return 10000.0, None
     if any(isinstance(value, dict) for value in fields.values()):
         problems.append(f"{name}: got one entry per layer type, need the same for all layers")
         return 0.0, None
     theta = fields.get("rope_theta", given.get("rope_theta", 10000.0))
-    if not isinstance(theta, int | float) or not theta > 1:
+    if not _is_number(theta) or not theta > 1:
         problems.append(f"rope_theta: got {theta!r}, need a number above 1; correct config.json")
         theta = 10000.0
     if fields.get("partial_rotary_factor", 1) not in (1, None):
@@ -323,7 +339,7 @@ def _rope(given: dict[str, Any], problems: list[str]) -> tuple[float, RopeScalin
         )
         return float(theta), None
     needed = ["factor"] + (["low_freq_factor", "high_freq_factor"] if kind == "llama3" else [])
-    wrong = [key for key in needed if not isinstance(fields.get(key), int | float)]
+    wrong = [key for key in needed if not _is_number(fields.get(key))]
     if wrong:
         problems.append(
             f"{name}: got no number for {', '.join(wrong)}, need it for rope_type {kind}; correct config.json"
@@ -347,10 +363,19 @@ def _rope(given: dict[str, Any], problems: list[str]) -> tuple[float, RopeScalin
     return float(theta), RopeScaling("llama3", float(fields["factor"]), low, high, original)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a field is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
 def _window(family: str, given: dict[str, Any], problems: list[str]) -> int | None:
     """The sliding window of all layers, or None; a window on some of the layers is refused."""
     layers = given.get("num_hidden_layers") or 0
-    kinds = set(given.get("layer_types") or ())
+    listed = given.get("layer_types") or ()
+    if not isinstance(listed, list | tuple) or not all(isinstance(kind, str) for kind in listed):
+        problems.append(f"layer_types: got {listed!r}, need a list of names; correct config.json")
+        listed = ()
+    kinds = set(listed)
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         problems.append(f"layer_types: got {unknown}, need full_attention or sliding_attention")
     window = given.get("sliding_window")

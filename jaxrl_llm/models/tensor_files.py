@@ -22,6 +22,8 @@ Index = tuple[slice, ...]
 Entries = dict[str, tuple[Path, np.dtype, tuple[int, ...], int]]
 
 MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 100_000
+"""Most tensors of one file; a whole model of hundreds of layers has a few thousand."""
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -86,9 +88,9 @@ def open_safetensors(folder: str | Path) -> SafetensorsFolder:
         ["model.safetensors"] if weight_map is None else sorted(set(map(str, weight_map.values())))
     )
     for name in files:
-        if Path(name).name != name or name in ("", ".", ".."):
+        if Path(name).name != name or name in ("", ".", "..") or len(os.fsencode(name)) > 255:
             problems.append(
-                f"{index_file}: got the shard name {name!r}, need a file name inside the folder; do not use this index"
+                f"{index_file}: got the shard name {name[:300]!r}, need a file name inside the folder; do not use this index"
             )
         else:
             entries |= _shard_entries(folder / name, problems)
@@ -117,7 +119,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `DataError` when there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: got an unreadable file ({error}), need JSON; fetch it again"
         ) from error
@@ -147,11 +149,13 @@ def _shard_entries(path: Path, problems: list[str]) -> Entries:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
+        if len(header) > MAX_TENSORS:
+            raise ValueError(f"{len(header)} tensors in one file, at most {MAX_TENSORS} are read")
         table: dict[str, tuple[str, tuple[int, ...], int, int]] = {
             name: _entry(entry) for name, entry in header.items()
         }
         end = max((entry[3] for entry in table.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problems.append(f"{path}: got a malformed header ({error}), need JSON; fetch it again")
         return {}
     if 8 + head + end != found:

@@ -7,7 +7,7 @@ The score of a sample is `sum_k weight_k * value_k` over the functions that gave
   nothing, so it must not enter group statistics as a 0. That is not a failure, and is counted apart.
 - A function that fails (raises, hangs, dies, returns something else than a number) makes the whole sample invalid: score
   NaN, `failure` set. So does NaN. Infinities and magnitudes of `HUGE` and above do as well, unless the clip bound on their
-  side is set: then they are clipped like every other value.
+  side is set: then they are clipped like every other value. The same holds for the weighted sum.
 - The mean of a function is over the samples it gave a finite value for; `scored` is their share of all samples. So a crash
   shows in `scored` and never as a better mean without a trace.
 
@@ -33,7 +33,7 @@ from jaxrl_llm.rewards import custom, table
 from jaxrl_llm.rewards.pool import Outcome, WorkerPool
 
 HUGE = 1e15
-"""Magnitude from which a raw value counts as invalid where no clip bound holds it."""
+"""Magnitude from which a raw value or a sum counts as invalid where no clip bound holds it."""
 LONG_TEXT = 100_000
 """Characters of prompt, response and answer above which no function runs in the calling thread."""
 
@@ -235,11 +235,15 @@ class Grader:
                 elif weight:
                     total += weight * outcome.value
                 given += 1
-        if not failures and math.isnan(total):
-            failures[self.names[0]] = f"reward functions {', '.join(self.names)} add up to NaN"
+        total = _clip(total, knobs)
+        if not failures and not abs(total) < HUGE:  # NaN too
+            failures[self.names[0]] = (
+                f"reward functions {', '.join(self.names)} with their weights add up to {total:g}, expected a magnitude below"
+                f" {HUGE:g}; lower reward.weights or set reward.clip_min and reward.clip_max"
+            )
         found = [outcome.found for outcome in outcomes if outcome.found is not None]
         grade = Grade(
-            score=_clip(total, knobs) if given and not failures else math.nan,
+            score=total if given and not failures else math.nan,
             parts=parts,
             answer_found=any(found) if found else None,
             failure=next(iter(failures.values()), None),

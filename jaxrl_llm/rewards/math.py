@@ -85,6 +85,12 @@ def score(response: str, answer: str | Sequence[str]) -> float | None:
     return float(any(_equal(candidate, gold) for gold in golds))
 
 
+def readable_gold(answer: str) -> bool:
+    """Whether `score` can compare with this gold: it is not empty and within the limits. Nothing is evaluated."""
+    gold = _gold_text(answer)
+    return bool(gold) and not _out_of_bounds(gold)
+
+
 def extract(response: str) -> str | None:
     """The one candidate answer of a response, as it was written, or `None` (see the module docstring)."""
     boxes = list(_BOX.finditer(response))

@@ -5,7 +5,7 @@ Standard library only, and the graders load when they are first called: the chec
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,13 @@ Called = tuple[Any, bool | None]
 @dataclass(frozen=True)
 class Spec:
     """A built-in: `run(sample, **options)`, its options from the settings, whether it needs a killable process, what a
-    fresh process should load before its first call."""
+    fresh process should load before its first call, and whether it can compare with a gold answer."""
 
     run: Callable[..., Called]
     options: Callable[[RewardKnobs], dict[str, Any]]
     pooled: Callable[[RewardKnobs], bool]
     prepare: Callable[[], None] = lambda: None
+    readable: Callable[[str], bool] = lambda gold: True
 
 
 def _gsm8k(sample: Mapping[str, Any], *, method: str) -> Called:
@@ -35,6 +36,12 @@ def _gsm8k(sample: Mapping[str, Any], *, method: str) -> Called:
     return (
         gsm8k.score(sample["response"], sample["answer"], method=method) if found else 0.0
     ), found
+
+
+def _gsm8k_readable(gold: str) -> bool:
+    from jaxrl_llm.rewards import gsm8k
+
+    return gsm8k.gold_number(gold) is not None
 
 
 def _math(sample: Mapping[str, Any]) -> Called:
@@ -48,6 +55,12 @@ def _prepare_math() -> None:
     from jaxrl_llm.rewards import math
 
     math.prepare()
+
+
+def _math_readable(gold: str) -> bool:
+    from jaxrl_llm.rewards import math
+
+    return math.readable_gold(gold)
 
 
 def _format(sample: Mapping[str, Any], *, pattern: str) -> Called:
@@ -68,8 +81,13 @@ def _own_pattern(knobs: RewardKnobs) -> bool:
 
 
 TABLE: dict[str, Spec] = {
-    "gsm8k": Spec(_gsm8k, lambda knobs: {"method": knobs.gsm8k_method}, lambda knobs: False),
-    "math": Spec(_math, lambda knobs: {}, lambda knobs: True, _prepare_math),
+    "gsm8k": Spec(
+        _gsm8k,
+        lambda knobs: {"method": knobs.gsm8k_method},
+        lambda knobs: False,
+        readable=_gsm8k_readable,
+    ),
+    "math": Spec(_math, lambda knobs: {}, lambda knobs: True, _prepare_math, _math_readable),
     "format": Spec(_format, lambda knobs: {"pattern": knobs.format_pattern}, _own_pattern),
     "length_penalty": Spec(
         _length_penalty,
@@ -132,6 +150,29 @@ def check_settings(knobs: RewardKnobs) -> list[str]:
     if None not in (knobs.clip_min, knobs.clip_max) and knobs.clip_min > knobs.clip_max:  # type: ignore[operator]
         found.append(f"reward.clip_min {knobs.clip_min} is above reward.clip_max {knobs.clip_max}")
     return found
+
+
+def unreadable_golds(
+    functions: tuple[str, ...], golds: Iterable[tuple[str, str]], shown: int = 5
+) -> list[str]:
+    """One warning per built-in that cannot compare with some gold answers, naming the first rows; [] where all are fine.
+
+    `golds` are `(row id, gold answer)`. Such a row earns nothing whatever is answered, which looks like a hard prompt.
+    Custom files are not asked. Nothing of a gold is evaluated.
+    """
+    golds, warnings = list(golds), []
+    for name in functions:
+        if name not in TABLE:
+            continue
+        bad = [(row, gold) for row, gold in golds if not TABLE[name].readable(gold)]
+        if bad:
+            rows = ", ".join(f"{row} ({gold[:40]!r})" for row, gold in bad[:shown])
+            more = f" and {len(bad) - shown} more" if len(bad) > shown else ""
+            warnings.append(
+                f"warning: {name} cannot read the gold answers of {len(bad)} of {len(golds)} rows, so no response to them is"
+                f" ever right: {rows}{more}; correct them or name them in data.exclude_ids"
+            )
+    return warnings
 
 
 def labels(functions: tuple[str, ...]) -> tuple[str, ...]:

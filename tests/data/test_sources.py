@@ -99,6 +99,14 @@ def test_hub_sources(text: str, parts: tuple[str, str | None, str], stem: str) -
     assert (source.hub, source.stem) == (parts, stem)
 
 
+@pytest.mark.parametrize("name", ["x" * 300 + ".jsonl", "é" * 130 + ".jsonl", "a\0b.jsonl"])
+def test_names_that_no_file_system_takes(name: str) -> None:
+    with pytest.raises(ConfigError, match="need a path that a file system takes"):
+        load_rows([name])
+    with pytest.raises(DataError, match="no such file"):
+        load_rows(["-x.jsonl"])
+
+
 def test_hub_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"jaxrl_llm\[hub\]"):

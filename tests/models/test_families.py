@@ -119,6 +119,45 @@ def test_all_problems_together_and_unknown_families_by_name():
     assert len(caught.value.problems) == 7
 
 
+ODD = (
+    True,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    [1, "x"],
+    [[1]],
+    {"a": []},
+    {"rope_type": 5},
+    10**30,
+)
+"""Values that a damaged or foreign `config.json` may hold anywhere."""
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("field", sorted(families.SIZES | families.NEUTRAL | {
+    "rope_scaling": 0, "rope_parameters": 0, "rope_theta": 0, "rms_norm_eps": 0, "layer_types": 0,
+    "eos_token_id": 0, "bos_token_id": 0, "sliding_window": 0, "model_type": 0,
+}))  # fmt: skip
+def test_odd_values_are_refused_or_harmless_and_never_a_traceback(family, field):
+    refused = 0
+    for value in ODD:
+        try:
+            hash(from_hf(LLAMA | {"model_type": family} | {field: value}))
+        except ConfigError as error:
+            refused += any(field in problem for problem in error.problems)
+    ignored = field == "sliding_window" and family != "mistral"
+    assert refused >= (0 if ignored else 4)
+
+
+def test_sizes_beyond_any_array_and_files_without_an_object():
+    with pytest.raises(ConfigError, match=r"hidden_size: got 2147483648, need a positive integer"):
+        from_hf(LLAMA | {"hidden_size": 2**31})
+    with pytest.raises(ConfigError, match="got a list, need an object"):
+        from_hf([])  # type: ignore[arg-type]
+
+
 def test_windows_that_need_not_be_refused():
     qwen = tiny.CASES["qwen2_window"]
     assert from_hf(qwen).sliding_window == 7

@@ -173,6 +173,22 @@ def test_a_shard_that_is_too_long_or_absurd(folder):
         weights.open_safetensors(folder)
 
 
+def test_header_bombs_are_refused(folder):  # S7
+    path = folder / FIRST
+    for header in (b'{"a":' + b"[" * 100_000, b"[]", b'{"a":5}', b'{"a":{"data_offsets":[0]}}'):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(DataError, match=f"{FIRST}: got a malformed header"):
+            weights.open_safetensors(folder)
+    empty = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    many = b"{" + b",".join(b'"%d":%s' % (n, empty) for n in range(100_001)) + b"}"
+    path.write_bytes(len(many).to_bytes(8, "little") + many)
+    with pytest.raises(DataError, match="100001 tensors in one file, at most 100000"):
+        weights.open_safetensors(folder)
+    (folder / "config.json").write_bytes(b'{"model_type":' + b"[" * 100_000)
+    with pytest.raises(DataError, match=r"config\.json: got an unreadable file"):
+        weights.load_config(folder)
+
+
 def test_a_tensor_whose_bytes_do_not_fit_its_shape(folder):
     path = folder / FIRST
     whole = path.read_bytes()
@@ -201,7 +217,13 @@ def test_missing_shards_and_bad_indices(folder):
         return "\n".join(caught.value.problems)
 
     name = "model.norm.weight"
-    for outside in ("../other.safetensors", str(folder / FIRST), "a/b.safetensors", ".."):
+    for outside in (
+        "../other.safetensors",
+        str(folder / FIRST),
+        "a/b.safetensors",
+        "..",
+        "x" * 300,
+    ):
         assert "inside the folder" in problem(good["weight_map"] | {name: outside})
     assert "no weight_map" in problem({})
     assert "need a shard that contains it" in problem(good["weight_map"] | {"ghost": FIRST})

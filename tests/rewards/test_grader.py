@@ -96,6 +96,17 @@ def test_a_clip_on_the_other_side_does_not_help(returns):
     assert math.isnan(grades[1].score) and grades[0].score == 3.0
 
 
+@pytest.mark.parametrize("weights", [(1e15, 1.0), (1e25, 1.0), (1e300, 1e300), (-1e200, 1.0)])
+def test_a_weighted_sum_beyond_float32_is_invalid(returns, weights):  # N2
+    functions, samples = (returns, "gsm8k"), [sample("one"), sample("none")]
+    bad, fine = grades_of(functions, samples, weights=weights)
+    assert math.isnan(bad.score) and "reward.weights" in bad.failure and fine.score == 0.0
+    bad, fine = grades_of(functions, samples, weights=weights, clip_min=-1.0, clip_max=1.0)
+    assert (bad.score, bad.failure) == (math.copysign(1.0, weights[0]), None)
+    (unheld,) = grades_of(functions, samples[:1], weights=(1e30, 1.0), clip_max=1e25)
+    assert math.isnan(unheld.score)
+
+
 def test_failures_are_counted(returns):  # E1
     knobs = RewardKnobs(functions=("gsm8k", returns), num_workers=1, timeout_s=5.0)
     with make_grader(knobs) as grader:

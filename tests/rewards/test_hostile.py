@@ -85,7 +85,10 @@ def test_hostile_answers_and_golds_do_nothing(tmp_path, monkeypatch):  # D11, D1
     ]
     pairs = [(text, gold) for text in wrapped for gold in ("1", r"\pi", text, attack)]
     pairs += [(r"\boxed{1}", text) for text in wrapped] + [("#### 1", text) for text in wrapped]
+    questions = [f"{attack} = ?", "9**9**9 = ?"]  # D11, D13: the task text is as hostile
     with make_grader(RewardKnobs(functions=("gsm8k", "math"), num_workers=2)) as grader:
-        grades = grader.grade([Sample("p", text, gold) for text, gold in pairs])
+        grades = grader.grade(
+            [Sample(questions[n % 2], text, gold) for n, (text, gold) in enumerate(pairs)]
+        )
     assert [(pair, grade) for pair, grade in zip(pairs, grades, strict=True) if grade.score] == []
     assert list(tmp_path.iterdir()) == []

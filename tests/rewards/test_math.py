@@ -104,6 +104,22 @@ def test_no_gold_abstains():
     assert math.score(r"\boxed{1}", []) is None
 
 
+@pytest.mark.parametrize(
+    ("gold", "readable"),
+    [
+        ("7", True),
+        (r"x \boxed{\frac{1}{2}}", True),
+        ("#### 7", True),
+        ("", False),
+        ("#### ", False),
+        ("(" * 5000 + "1" + ")" * 5000, False),
+        ("1" * 100_000, False),
+    ],
+)
+def test_readable_gold(gold, readable):  # F10
+    assert math.readable_gold(gold) is readable
+
+
 def test_several_accepted_golds():  # D05
     golds = [["4", "four"], ["5"], ["6", "six"]]
     answers = ["4", "9", "six"]

@@ -35,6 +35,26 @@ def test_settings():
     assert len(table.check_settings(bad)) == 6
 
 
+def test_gold_answers_that_no_response_can_meet_are_named():  # F10, D12
+    golds = [
+        ("q:1", "18"),
+        ("q:2", "hello"),
+        ("q:3", "__import__('os').getpid()"),
+        ("q:4", r"\frac{1}{2}"),
+    ]
+    (gsm8k,) = table.unreadable_golds(("gsm8k", "format", "mine.py:f"), golds)
+    assert "gsm8k cannot read the gold answers of 3 of 4 rows" in gsm8k
+    assert "q:2 ('hello')" in gsm8k and "q:4" in gsm8k and "q:1" not in gsm8k
+    assert "data.exclude_ids" in gsm8k
+    assert table.unreadable_golds(("gsm8k",), golds[:1]) == []
+    assert table.unreadable_golds(("math",), golds[3:]) == []
+    (math,) = table.unreadable_golds(("math",), [("m:7", "((99!)!)!" * 200), ("m:8", "7")])
+    assert "math cannot read the gold answers of 1 of 2 rows" in math and "m:7" in math
+    many = [(f"q:{line}", "none") for line in range(1, 21)]
+    (text,) = table.unreadable_golds(("gsm8k",), many)
+    assert "20 of 20" in text and "and 15 more" in text and "q:6" not in text
+
+
 def test_labels_are_short_and_unique():
     functions = ("gsm8k", "a/x.py:score", "b/y.py:score", "c/y.py:score", "d/z.py:math")
     assert table.labels(functions) == ("gsm8k", "score", "y.score", "c/y.py:score", "z.math")

@@ -1,0 +1,176 @@
+"""The parts of a run: what is said, where weights lie, the first state, slots, and refusals."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import assembly
+from jaxrl_llm.errors import ConfigError, DataError
+from jaxrl_llm.models import families, weights
+from tests import rig
+
+SHORT = {"data.val_files": "[]"}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return rig.build({})
+
+
+@pytest.fixture(scope="module")
+def ppo():
+    return rig.build(SHORT | rig.ALGORITHMS["ppo"])
+
+
+def same_shapes(state, abstract):
+    """Every leaf has the shape, dtype and placement that was described."""
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+def test_the_first_state_is_what_a_restore_expects(plain, ppo):
+    for parts in (plain, ppo):
+        same_shapes(assembly.first_state(parts), assembly.abstract_state(parts))
+    assert plain.critic is None and assembly.first_state(plain).critic is None
+
+
+def test_the_first_state_on_a_sharded_mesh():
+    layout = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    parts = rig.build(SHORT | layout | rig.ALGORITHMS["ppo"], count=8)
+    state = assembly.first_state(parts)
+    same_shapes(state, assembly.abstract_state(parts))
+    split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
+    assert len(split) > 10
+
+
+def test_the_first_state_holds_the_files_weights_and_zero_moments(plain, ppo):
+    model, source = assembly.open_model(plain.config.model.path)
+    expected = weights.load_params(source, model)
+    for state in (assembly.first_state(plain).actor, assembly.first_state(ppo).actor):
+        for got, want in zip(
+            jax.tree.leaves(state.trainable), jax.tree.leaves(expected), strict=True
+        ):
+            assert np.array_equal(got, want) and got.dtype == jnp.float32
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
+    critic = assembly.first_state(ppo).critic.trainable
+    assert not np.any(critic["value_head"]["kernel"])
+    assert np.array_equal(jax.tree.leaves(critic["trunk"])[0], jax.tree.leaves(expected)[0])
+
+
+def test_first_coefficients_and_counters():
+    parts = rig.build(SHORT | rig.ALGORITHMS["rloo"] | {"actor.kl_loss_coef": 0.25})
+    state = assembly.first_state(parts)
+    assert float(state.algorithm.kl_coef_reward) == np.float32(0.05)
+    assert float(state.algorithm.kl_coef_loss) == 0.25
+    assert all(int(leaf) == 0 for leaf in [state.step, *jax.tree.leaves(state.counters)])
+
+
+def test_steps_come_from_the_epochs_unless_they_are_set(plain):
+    assert (plain.total_steps, plain.stream.steps_per_epoch) == (6, 5)
+    twice = {"trainer.total_training_steps": "none", "trainer.total_epochs": 2}
+    assert rig.build(SHORT | twice).total_steps == 10
+
+
+def test_old_log_probs_are_scored_only_where_they_can_differ(plain):
+    assert not plain.old_logprobs_needed
+    several = {"actor.ppo_mini_batch_size": 4}, {"actor.ppo_epochs": 2}
+    for settings in (*several, rig.ALGORITHMS["rloo"]):
+        assert rig.build(SHORT | settings).old_logprobs_needed
+
+
+def test_greedy_rollouts_are_scored_at_temperature_one(plain):
+    assert plain.temperature == plain.config.rollout.temperature == 1.5
+    greedy = replace(plain.config, rollout=replace(plain.config.rollout, do_sample=False))
+    assert assembly.scoring_temperature(greedy) == 1.0
+
+
+def test_what_is_said_about_the_prompts(capsys):
+    said = []
+    cut = {"data.max_prompt_length": 8, "data.truncation": "left"}
+    with rig.devices(1):
+        assembly.build(rig.settings(cut | {"data.val_files": "arithmetic:train:3"}), said.append)
+    lines = [line for line in said if line.startswith(("training:", "validation:"))]
+    assert (
+        lines[0].startswith("training: 40 prompts (") and "longer than the limit, cut" in lines[0]
+    )
+    assert any("3 validation prompts are training prompts too" in line for line in said)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_fingerprint_follows_data_and_reference(plain):
+    other = rig.build(SHORT | {"data.train_files": "arithmetic:train:41"})
+    assert other.fingerprint["train"] != plain.fingerprint["train"]
+    assert other.fingerprint["tokenizer"] == plain.fingerprint["tokenizer"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"data.train_files": "arithmetic:train:7"}, "got 7 prompts for data.train_batch_size 8"),
+        ({"data.max_response_length": 4096}, "positions; shorten one of them"),
+        ({"model.path": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"data.max_prompt_length": 4}, "prompt"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_before_any_weights(settings, said):
+    with pytest.raises((ConfigError, DataError), match=said):
+        rig.build(SHORT | settings)
+
+
+def test_a_reference_of_another_architecture_is_refused(plain, monkeypatch):
+    open_model = assembly.open_model
+
+    def other(path):
+        model, source = open_model(path)
+        return replace(model, num_layers=model.num_layers + 1), source
+
+    monkeypatch.setattr(assembly, "open_model", other)
+    with pytest.raises(ConfigError, match=r"ref\.path: .*another architecture"):
+        assembly._reference(plain.config, plain.actor, lambda text: None)
+
+
+def test_the_rollout_mesh_is_the_training_mesh_where_both_have_one_shape(plain):
+    assert plain.rollout_mesh is plain.mesh
+    params = {"anything": 1}
+    assert assembly.rollout_params(plain, params) is params
+    two = rig.build(SHORT | {"rollout.tensor_model_parallel_size": 2}, count=8)
+    assert dict(two.rollout_mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    first = assembly.first_state(two).actor.trainable
+    moved = assembly.rollout_params(two, first)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(moved), strict=True):
+        assert np.array_equal(one, other)
+    assert jax.tree.leaves(moved)[0].sharding.mesh == two.rollout_mesh
+
+
+def test_compute_dtype():
+    assert assembly.compute_dtype("auto") == jnp.float32  # on CPU
+    assert assembly.compute_dtype("bfloat16") == jnp.bfloat16
+
+
+def test_slots_fill_the_share_of_memory(plain, monkeypatch):
+    """Worked by hand: what 60 % of a made-up device leaves after the weights, over the bytes of one cache."""
+    model, config = plain.actor.network.config, plain.config
+    columns = 16 + 24
+    each = 2 * model.num_layers * columns * model.num_kv_heads * model.head_size * 4
+    weights_bytes = 4 * families.parameter_count(model)
+
+    def slots(limit, share):
+        knobs = replace(config.rollout, gpu_memory_utilization=share, max_num_seqs=None)
+        device = SimpleNamespace(memory_stats=lambda: limit and {"bytes_limit": limit})
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+        return assembly.slots_for(
+            replace(config, rollout=knobs), model, jnp.dtype("float32"), plain.mesh, lambda t: None
+        )
+
+    limit = 2 * (weights_bytes + 10 * each)
+    assert slots(limit, 0.5) == 10
+    assert slots(limit, 1.0) == int((limit - weights_bytes) // each) > 20
+    assert slots(None, 0.5) is None
+    with pytest.raises(ConfigError, match=r"one group of 4 needs"):
+        slots(2 * (weights_bytes + 3 * each), 0.5)

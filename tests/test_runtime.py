@@ -1,0 +1,182 @@
+"""What surrounds a run: signals, the device count, the compilation cache, the saved configuration, the folder."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxrl_llm import runtime
+from jaxrl_llm.config import Config
+from jaxrl_llm.errors import ConfigError
+from tests import rig
+
+
+def with_trainer(config: Config, **changes: Any) -> Config:
+    return replace(config, trainer=replace(config.trainer, **changes))
+
+
+# Signals -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_raised_at_the_next_poll(number, capfd):
+    before = signal.getsignal(number)
+    with runtime.Signals() as signals:
+        signals.poll()
+        os.kill(os.getpid(), number)
+        assert signals.requested
+        with pytest.raises(runtime.StopRequested):
+            signals.poll()
+    assert signal.getsignal(number) is before
+    assert f"{signal.Signals(number).name}: saving the last finished step" in capfd.readouterr().err
+
+
+def test_a_stop_is_no_exception_that_a_handler_swallows():
+    assert not issubclass(runtime.StopRequested, Exception)
+
+
+def test_the_second_signal_ends_the_process_at_once():
+    code = (
+        "import os, signal\nfrom jaxrl_llm.runtime import Signals\n"
+        "with Signals():\n    os.kill(os.getpid(), signal.SIGINT)\n    print('one', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('two', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=rig.ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (75, "one\n")
+
+
+def test_a_closed_standard_error_does_not_hurt():
+    code = (
+        "import os, signal\nfrom jaxrl_llm.runtime import Signals\nos.close(2)\n"
+        "with Signals() as s:\n    os.kill(os.getpid(), signal.SIGTERM)\n    print(s.requested)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=rig.ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+# Process -----------------------------------------------------------------------------------------------------------------
+
+
+def test_another_device_count_than_expected_is_refused():
+    config = with_trainer(rig.settings({}), nnodes=1, n_devices_per_node=3)
+    with pytest.raises(ConfigError, match=r"1 x 3 = 3 devices, but there are 8"):
+        runtime.start_process(config)
+    runtime.start_process(with_trainer(config, n_devices_per_node=8))
+
+
+def test_trajectories_that_do_not_divide_over_the_devices_are_refused():
+    with pytest.raises(ConfigError, match=r"1 x 4 = 4 trajectories do not divide over 8"):
+        runtime.start_process(
+            rig.settings({"data.train_batch_size": 1, "actor.ppo_mini_batch_size": 1})
+        )
+
+
+def test_the_compilation_cache_is_switched_on(monkeypatch, tmp_path):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
+    config = with_trainer(rig.settings({}), compilation_cache_dir=str(tmp_path / "cache"))
+    runtime.start_process(config)
+    assert updates == {}, "the environment variable of this suite wins"
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    runtime.start_process(with_trainer(config, compilation_cache_dir=None))
+    assert updates == {}
+    runtime.start_process(config)
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    assert updates["jax_persistent_cache_min_compile_time_secs"] == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    runtime.start_process(with_trainer(config, compilation_cache_dir="~/xla"))
+    assert updates["jax_compilation_cache_dir"] == str(tmp_path / "xla")
+
+
+# Saved configuration -------------------------------------------------------------------------------------------------------
+
+
+def test_the_saved_configuration_comes_back_equal(tmp_path):
+    assert runtime.read_config(tmp_path) is None
+    for settings in ({}, rig.ALGORITHMS["ppo"], {"rollout.stop": "a,b", "mesh.data": "none"}):
+        config = rig.settings(settings)
+        runtime.write_config(tmp_path, config)
+        assert runtime.read_config(tmp_path) == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "not readable"),
+        ('{"actor": {"optim": {"lr": 1', "not readable"),
+        ('{"actor": {"optim": {"learning_rate": 1.0}}}', "actor.optim.learning_rate"),
+        ("[1]", "got a list"),
+    ],
+)
+def test_a_broken_saved_configuration_is_named(tmp_path, text, said):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=said) as refused:
+        runtime.read_config(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_the_slots_of_the_first_start_are_kept():
+    asked = rig.settings({})
+    saved = replace(asked, rollout=replace(asked.rollout, max_num_seqs=12))
+    assert runtime.adopt(saved, asked) == saved
+    other = replace(asked, rollout=replace(asked.rollout, max_num_seqs=16))
+    assert runtime.adopt(saved, other) == other
+    assert runtime.adopt(asked, asked) == asked
+
+
+def test_all_changed_identity_settings_are_refused_together():
+    saved = rig.settings({})
+    now = rig.settings({"actor.clip_ratio_c": 9.0, "data.seed": 4, "trainer.save_freq": 1})
+    said: list[str] = []
+    with pytest.raises(ConfigError) as refused:
+        runtime.compare(saved, now, said.append)
+    assert len(refused.value.problems) == 2 and said == []
+    assert refused.value.problems[0].startswith("data.seed: the run in this folder has 1, got 4")
+
+
+def test_changed_operational_settings_are_said():
+    saved = rig.settings({})
+    now = rig.settings({"critic.optim.lr": 0.5, "trainer.save_freq": 1, "trainer.run_dir": "x"})
+    said: list[str] = []
+    runtime.compare(saved, now, said.append)
+    assert said == [
+        "critic.optim.lr: 0.001 -> 0.5; the configured learning rate wins over the stored one",
+        "trainer.save_freq: 2 -> 1",
+    ]
+    said.clear()
+    runtime.compare(saved, saved, said.append)
+    assert said == []
+
+
+# Folder ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_made_and_held_by_one_run(tmp_path):
+    config = with_trainer(rig.settings({}), run_dir=str(tmp_path / "deep" / "run"))
+    with runtime.run_folder(config) as folder:
+        assert folder == tmp_path / "deep" / "run" and folder.is_dir()
+        with (
+            pytest.raises(ConfigError, match="got a folder in use by process"),
+            runtime.run_folder(config),
+        ):
+            pass
+    assert list(folder.iterdir()) == []
+    with runtime.run_folder(config):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = with_trainer(rig.settings({}), run_dir=str(tmp_path / "file" / "run"))
+    with pytest.raises(ConfigError, match="choose another"), runtime.run_folder(config):
+        pass
