@@ -131,7 +131,7 @@ def no_signal(row: Row, history: Sequence[Row], context: Context) -> Alarm | Non
         advice = "The prompts are too easy by now: give harder ones, or stop here."
     elif wrong > share / 2:
         advice = (
-            "Nothing is ever right: check the grader and the answer format on a few samples, start with easier prompts, "
+            "Most groups are never right: check the grader and the answer format on a few samples, start with easier prompts, "
             "or raise rollout.n."
         )
     else:
