@@ -1,4 +1,4 @@
-"""From a checked configuration to the parts of a run: tokenizer, prompts, model, mesh, engine, compiled functions, first state.
+"""From a checked configuration to the parts of a run: tokenizer, prompts, mesh, engine, compiled functions.
 
 Left out on purpose: the loop (see `trainer`) and anything that changes after the first step.
 """
@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm import learner, sharding, summary, tokenizer
-from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.checks import MeshShape, mesh_shape
-from jaxrl_llm.config import Config, needs_critic, needs_reference
+from jaxrl_llm.config import Config, needs_reference
 from jaxrl_llm.console import start_table
 from jaxrl_llm.data import (
     PromptSet,
@@ -29,27 +26,22 @@ from jaxrl_llm.data import (
     shared_rows,
 )
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.knobs import DataKnobs, OptimKnobs
-from jaxrl_llm.models import families, gguf, heads, transformer, weights
+from jaxrl_llm.knobs import DataKnobs
+from jaxrl_llm.models import families, weights
+from jaxrl_llm.networks import (
+    Trained,
+    open_model,
+    plan_of,
+    read_tokenizer,
+    scoring_temperature,
+    trained_networks,
+)
 from jaxrl_llm.packing import buckets
-from jaxrl_llm.paths import is_gguf, resolve_model_path
-from jaxrl_llm.records import Counters, ModelState, Params, TrainState
+from jaxrl_llm.records import Params
 from jaxrl_llm.rewards.table import unreadable_golds
 from jaxrl_llm.rollout.engine import Engine, make_engine
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One trained network: how it runs, its optimizer, where its parameters lie, its compiled update."""
-
-    network: learner.Network
-    path: str
-    optimizer: optax.GradientTransformation
-    shardings: Params
-    abstract: Params
-    update: Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -77,22 +69,6 @@ class Parts:
     old_logprobs_needed: bool
     total_steps: int
     fingerprint: dict[str, str]
-
-
-def open_model(path: str) -> tuple[families.ModelConfig, weights.TensorSource]:
-    """The model description and the tensors behind `model.path`: a GGUF file or a Hugging Face folder."""
-    place = resolve_model_path(path)
-    if is_gguf(place):
-        source = gguf.open_gguf(place)
-        return families.from_hf(source.hf_config), source
-    return families.from_hf(weights.load_config(place)), weights.open_safetensors(place)
-
-
-def compute_dtype(name: str) -> Any:
-    """`auto` is float32 on CPU and bfloat16 on accelerators."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def load_prompts(
@@ -163,45 +139,6 @@ def _unknown_exclusions(knobs: DataKnobs, sets: tuple[PromptSet, ...], say: Say)
         )
 
 
-def scoring_temperature(config: Config) -> float:
-    """The temperature of every log-prob: the sampler's, and 1 for greedy rollouts."""
-    return config.rollout.temperature if config.rollout.do_sample else 1.0
-
-
-def _trained(
-    config: Config,
-    mesh: Mesh,
-    path: str,
-    opened: tuple[families.ModelConfig, Any],
-    *,
-    optim: OptimKnobs,
-    plan: learner.Plan,
-    total_steps: int,
-    remat: bool,
-    critic: bool,
-    on_policy: bool,
-) -> Trained:
-    model = opened[0]
-    dims = families.param_dims(model)
-    abstract = transformer.abstract_params(model)
-    shardings = sharding.param_shardings(mesh, dims, abstract)
-    if critic:
-        shardings = {"trunk": shardings, "value_head": {"kernel": sharding.replicated(mesh)}}
-        head = jax.ShapeDtypeStruct((model.width,), jnp.float32)
-        abstract = {"trunk": abstract, "value_head": {"kernel": head}}
-    network = learner.Network(model, mesh, compute_dtype(config.model.compute_dtype), remat)
-    schedule = optimizers.make_schedule(optim, total_steps * plan.optimizer_steps)
-    optimizer = optimizers.make_optimizer(optim, schedule)
-    if critic:
-        loss_fn = learner.make_critic_loss(network, config.critic)
-    else:
-        loss_fn = learner.make_actor_loss(
-            network, config.actor, scoring_temperature(config), on_policy
-        )
-    update = learner.make_update(loss_fn, optimizer, schedule, plan, mesh)
-    return Trained(network, path, optimizer, shardings, abstract, update)
-
-
 def slots_for(
     config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, say: Say
 ) -> int | None:
@@ -242,10 +179,7 @@ def build(config: Config, say: Say) -> Parts:
     decode_shape = MeshShape(jax.device_count() // tensor, 1, tensor)
     opened = open_model(config.model.path)
     model = opened[0]
-    reader = tokenizer.load(
-        resolve_model_path(config.model.tokenizer_path or config.model.path),
-        extra_stop_ids=config.rollout.stop_token_ids,
-    )
+    reader = read_tokenizer(config)
     train, val = _prompt_sets(config, reader, model.vocab_size, say)
     stream = make_stream(
         len(train.prompts),
@@ -270,13 +204,7 @@ def build(config: Config, say: Say) -> Parts:
         parameters=families.parameter_count(model),
     )
     say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
-    plan = _plan(config)
-    several = plan.optimizer_steps > 1
-    actor = _trained(
-        config, mesh, config.model.path, opened, optim=config.actor.optim, plan=plan, total_steps=total,
-        remat=config.model.enable_gradient_checkpointing, critic=False, on_policy=not several,
-    )  # fmt: skip
-    critic = _critic(config, mesh, opened, plan, total) if needs_critic(config) else None
+    actor, critic = trained_networks(config, mesh, opened, total)
     decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
     slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
@@ -314,20 +242,10 @@ def build(config: Config, say: Say) -> Parts:
         ),
         response_buckets=buckets(config.data.max_response_length),
         temperature=scoring_temperature(config),
-        old_logprobs_needed=several or config.algorithm.use_kl_in_reward,
+        old_logprobs_needed=plan_of(config).optimizer_steps > 1
+        or config.algorithm.use_kl_in_reward,
         total_steps=total,
         fingerprint=fingerprint,
-    )
-
-
-def _plan(config: Config) -> learner.Plan:
-    return learner.Plan(
-        prompts=config.data.train_batch_size,
-        group=config.rollout.n,
-        epochs=config.actor.ppo_epochs,
-        mini_prompts=config.actor.ppo_mini_batch_size,
-        micro_rows=config.actor.ppo_micro_batch_size_per_device,
-        shuffle=config.actor.shuffle,
     )
 
 
@@ -346,29 +264,6 @@ def _engine(
         prompt_length=config.data.max_prompt_length,
         response_length=config.data.max_response_length,
     )
-
-
-def _critic(
-    config: Config,
-    mesh: Mesh,
-    opened: tuple[families.ModelConfig, Any],
-    plan: learner.Plan,
-    total: int,
-) -> Trained:
-    knobs = config.critic
-    path = knobs.path or config.model.path
-    if path != config.model.path:
-        opened = open_model(path)
-    plan = replace(
-        plan,
-        epochs=knobs.ppo_epochs or plan.epochs,
-        mini_prompts=knobs.ppo_mini_batch_size or plan.mini_prompts,
-        micro_rows=knobs.ppo_micro_batch_size_per_device,
-    )
-    return _trained(
-        config, mesh, path, opened, optim=knobs.optim, plan=plan, total_steps=total,
-        remat=bool(knobs.enable_gradient_checkpointing), critic=True, on_policy=False,
-    )  # fmt: skip
 
 
 def _reference(config: Config, actor: Trained, say: Say) -> tuple[Params, str]:
@@ -403,64 +298,3 @@ def rollout_params(parts: Parts, params: Params) -> Params:
     if parts.rollout_mesh is parts.mesh:
         return params
     return jax.device_put(params, parts.rollout_shardings)
-
-
-def _first_params(trained: Trained, critic: bool) -> Params:
-    model, source = open_model(trained.path)
-    trunk_shardings = trained.shardings["trunk"] if critic else trained.shardings
-    trunk = weights.load_params(source, model, shardings=trunk_shardings)
-    if not critic:
-        return trunk
-    head = jax.device_put(heads.init_value_head(model), trained.shardings["value_head"])
-    return {"trunk": trunk, "value_head": head}
-
-
-def first_state(parts: Parts) -> TrainState:
-    """The state before the first step: weights from their files, fresh moments."""
-
-    def fresh(trained: Trained, critic: bool) -> ModelState:
-        params = _first_params(trained, critic)
-        return optimizers.init_model_state(trained.optimizer, params, trained.shardings, parts.mesh)
-
-    actor = fresh(parts.actor, critic=False)
-    critic = fresh(parts.critic, critic=True) if parts.critic else None
-    return TrainState(actor=actor, critic=critic, **_scalars(parts))
-
-
-def _scalars(parts: Parts) -> dict[str, Any]:
-    control, actor = parts.config.algorithm.kl_ctrl, parts.config.actor
-    zero = jnp.zeros((), jnp.int32)
-    scalars = {
-        "step": zero,
-        "algorithm": learner.init_algorithm_state(control.kl_coef, actor.kl_loss_coef),
-        "counters": Counters(zero, zero, zero, zero),
-    }
-    return jax.device_put(scalars, sharding.replicated(parts.mesh))
-
-
-def abstract_state(parts: Parts) -> TrainState:
-    """Shapes, dtypes and shardings of the whole state, for a restore without loading weights first."""
-
-    def described(trained: Trained) -> ModelState:
-        placed = optimizers.state_shardings(
-            trained.optimizer, trained.abstract, trained.shardings, parts.mesh
-        )
-        moments = jax.eval_shape(trained.optimizer.init, trained.abstract)
-
-        def with_sharding(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-        return ModelState(
-            trainable=jax.tree.map(with_sharding, trained.abstract, trained.shardings),
-            frozen={},
-            opt_state=jax.tree.map(with_sharding, moments, placed),
-        )
-
-    scalars = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _scalars(parts)
-    )
-    return TrainState(
-        actor=described(parts.actor),
-        critic=described(parts.critic) if parts.critic else None,
-        **scalars,
-    )

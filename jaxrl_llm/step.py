@@ -85,7 +85,8 @@ def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Trai
     graded = sample(parts, run, state, prompts, step, "train")
     if graded.rollout.bad:
         return state, {"rollout/non_finite_rows": graded.rollout.bad}, 0
-    state = _watch_rewards(parts, run, state, graded.grades)
+    state = _watch_rewards(parts, state, graded.grades)
+    _tell_first_failure(run, graded.grades)
     scores = np.array([grade.score for grade in graded.grades], np.float64)
     row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
     count = max(config.trainer.log_completions_count, EXAMPLES)
@@ -253,15 +254,16 @@ def validate(parts: Parts, run: Run, state: TrainState, step: int) -> Row:
 # Counting ------------------------------------------------------------------------------------------------------------
 
 
-def _watch_rewards(parts: Parts, run: Run, state: TrainState, grades: list[Grade]) -> TrainState:
-    """Count batches in which too many reward calls fail; three in a row stop the run with the first traceback.
-
-    The first failure of a run is printed once, whatever its share.
-    """
+def _tell_first_failure(run: Run, grades: list[Grade]) -> None:
+    """Print the first failure of a reward function, once per run, whatever share of the batch failed."""
     failures = [grade.failure for grade in grades if grade.failure]
     if failures and not run.failure_told:
         run.failure_told = True
         run.progress.say(f"the first failed reward call of this run: {failures[0].strip()}")
+
+
+def _watch_rewards(parts: Parts, state: TrainState, grades: list[Grade]) -> TrainState:
+    """Count batches in which too many reward calls fail; three in a row stop the run with the first traceback."""
     first = broken_batch(grades, parts.config.reward.max_failed_share)
     broken = int(state.counters.broken_reward_batches) + 1 if first else 0
     if broken >= 3:

@@ -8,20 +8,18 @@ resume would miss: the data position and the row of a step whose validation was 
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm import assembly, diagnostics, fault, metrics, report, runtime
+from jaxrl_llm import assembly, diagnostics, fault, metrics, networks, report, runtime
 from jaxrl_llm.assembly import Parts
 from jaxrl_llm.checkpoint import Checkpointer, CheckpointError, check_space
 from jaxrl_llm.checks import notices
 from jaxrl_llm.config import Config, to_dict
 from jaxrl_llm.console import Progress, say
 from jaxrl_llm.errors import EXIT_OK, ConfigError, DataError, Interrupted, TrainingStopped
-from jaxrl_llm.knobs import MeshKnobs
 from jaxrl_llm.plots import draw
 from jaxrl_llm.records import TrainState
 from jaxrl_llm.rewards.grader import make_grader
@@ -116,20 +114,20 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
     source = Path(knobs.resume_from_path or "").expanduser().absolute()
     begun = saver.steps() and source.parent != saver.directory
     if knobs.resume_mode == "auto" or (knobs.resume_mode == "path" and begun):
-        restored = saver.restore(assembly.abstract_state(parts))
+        restored = saver.restore(networks.abstract_state(parts))
     elif knobs.resume_mode == "path":
         if not source.name.isdecimal() or not source.is_dir():
             raise ConfigError(
                 f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)"
             )
         elsewhere = Checkpointer(source.parent, keep=None, on_damage="stop", log=say)
-        restored = elsewhere.restore(assembly.abstract_state(parts), step=int(source.name))
+        restored = elsewhere.restore(networks.abstract_state(parts), step=int(source.name))
         if restored is None:
             raise DataError(
                 f"trainer.resume_from_path: {source} holds no checkpoint; need a step folder with a manifest"
             )
     if restored is None:
-        state = assembly.first_state(parts)
+        state = networks.first_state(parts)
         bytes_needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         if problem := check_space(folder / "checkpoints", bytes_needed, knobs.max_ckpt_to_keep):
             raise ConfigError(problem)
@@ -290,8 +288,8 @@ def evaluate(config: Config) -> int:
     folder = Path(config.trainer.run_dir or "")
     parts = assembly.build(config, say)
     saver = Checkpointer(folder / "checkpoints", keep=None, log=say)
-    restored = saver.restore(assembly.abstract_state(parts)) if folder.is_dir() else None
-    state = restored[1] if restored else assembly.first_state(parts)
+    restored = saver.restore(networks.abstract_state(parts)) if folder.is_dir() else None
+    state = restored[1] if restored else networks.first_state(parts)
     with (
         runtime.Signals() as signals,
         make_grader(config.reward) as grader,
@@ -326,32 +324,17 @@ def export(folder: Path, target: Path, dtype: str) -> None:
     config = runtime.read_config(folder)
     if config is None:
         raise DataError(f"{folder} holds no config.json; need the folder of a run")
-    config = _for_any_device(config)
-    runtime.start_process(config)
-    parts = assembly.build(config, say)
-    restored = Checkpointer(folder / "checkpoints", keep=None, log=say).restore(
-        assembly.abstract_state(parts)
-    )
+    trained = networks.build_networks(config)
+    saver = Checkpointer(folder / "checkpoints", keep=None, log=say)
+    restored = saver.restore(networks.abstract_state(trained))
     if restored is None:
         raise DataError(
             f"{folder} holds no checkpoint yet; set trainer.save_freq or let the run end"
         )
     step, state, _ = restored
     fault.point("in_export", step)
-    files = parts.tokenizer.files()
+    files = trained.tokenizer.files()
     weights.save_hf(
-        target, parts.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files
+        target, trained.actor.network.config, state.actor.trainable, dtype=dtype, extra_files=files
     )
     say(f"step {step} -> {target}")
-
-
-def _for_any_device(config: Config) -> Config:
-    """The same state on one mesh axis over whatever devices there are, without a reference: a checkpoint knows no mesh."""
-    return replace(
-        config,
-        mesh=MeshKnobs(data=1, fsdp=None, tensor=1),
-        rollout=replace(config.rollout, tensor_model_parallel_size=1),
-        actor=replace(config.actor, use_kl_loss=False),
-        algorithm=replace(config.algorithm, use_kl_in_reward=False),
-        trainer=replace(config.trainer, nnodes=None, n_devices_per_node=None),
-    )

@@ -62,10 +62,12 @@ TABLE: dict[str, str] = {
     "evaluation": "records rewards",
     # the loop and what it is made of
     "runtime": "errors config checks checkpoint",
-    "assembly": f"{FLOOR} config checks summary paths console data rewards.table tokenizer models sharding packing rollout optimizer learner checkpoint",
+    "networks": f"{FLOOR} config checks paths tokenizer models sharding optimizer learner",
+    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models sharding packing rollout learner "
+    "checkpoint networks",
     "report": f"{FLOOR} assembly metrics console rewards",
     "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics packing report rewards rollout runtime sharding learner",
-    "trainer": f"{FLOOR} config checks notices assembly checkpoint console diagnostics evaluation fault metrics models plots report "
+    "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault metrics models plots report "
     "rewards runtime sharding step",
     # the front
     "commands": "errors config checks cli presets summary commands trainer",

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import assembly
+from jaxrl_llm import assembly, networks
 from jaxrl_llm.errors import ConfigError, DataError
-from jaxrl_llm.models import families, weights
+from jaxrl_llm.models import families
 from tests import rig
 
 SHORT = {"data.val_files": "[]"}
@@ -24,51 +24,6 @@ def plain():
 @pytest.fixture(scope="module")
 def ppo():
     return rig.build(SHORT | rig.ALGORITHMS["ppo"])
-
-
-def same_shapes(state, abstract):
-    """Every leaf has the shape, dtype and placement that was described."""
-    assert jax.tree.structure(state) == jax.tree.structure(abstract)
-    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
-        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
-        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-
-
-def test_the_first_state_is_what_a_restore_expects(plain, ppo):
-    for parts in (plain, ppo):
-        same_shapes(assembly.first_state(parts), assembly.abstract_state(parts))
-    assert plain.critic is None and assembly.first_state(plain).critic is None
-
-
-def test_the_first_state_on_a_sharded_mesh():
-    layout = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
-    parts = rig.build(SHORT | layout | rig.ALGORITHMS["ppo"], count=8)
-    state = assembly.first_state(parts)
-    same_shapes(state, assembly.abstract_state(parts))
-    split = [leaf for leaf in jax.tree.leaves(state) if not leaf.sharding.is_fully_replicated]
-    assert len(split) > 10
-
-
-def test_the_first_state_holds_the_files_weights_and_zero_moments(plain, ppo):
-    model, source = assembly.open_model(plain.config.model.path)
-    expected = weights.load_params(source, model)
-    for state in (assembly.first_state(plain).actor, assembly.first_state(ppo).actor):
-        for got, want in zip(
-            jax.tree.leaves(state.trainable), jax.tree.leaves(expected), strict=True
-        ):
-            assert np.array_equal(got, want) and got.dtype == jnp.float32
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
-    critic = assembly.first_state(ppo).critic.trainable
-    assert not np.any(critic["value_head"]["kernel"])
-    assert np.array_equal(jax.tree.leaves(critic["trunk"])[0], jax.tree.leaves(expected)[0])
-
-
-def test_first_coefficients_and_counters():
-    parts = rig.build(SHORT | rig.ALGORITHMS["rloo"] | {"actor.kl_loss_coef": 0.25})
-    state = assembly.first_state(parts)
-    assert float(state.algorithm.kl_coef_reward) == np.float32(0.05)
-    assert float(state.algorithm.kl_coef_loss) == 0.25
-    assert all(int(leaf) == 0 for leaf in [state.step, *jax.tree.leaves(state.counters)])
 
 
 def test_steps_come_from_the_epochs_unless_they_are_set(plain):
@@ -87,7 +42,7 @@ def test_old_log_probs_are_scored_only_where_they_can_differ(plain):
 def test_greedy_rollouts_are_scored_at_temperature_one(plain):
     assert plain.temperature == plain.config.rollout.temperature == 1.5
     greedy = replace(plain.config, rollout=replace(plain.config.rollout, do_sample=False))
-    assert assembly.scoring_temperature(greedy) == 1.0
+    assert networks.scoring_temperature(greedy) == 1.0
 
 
 def test_what_is_said_about_the_prompts(capsys):
@@ -124,7 +79,7 @@ def test_what_cannot_be_built_is_refused_before_any_weights(settings, said):
 
 
 def test_a_reference_of_another_architecture_is_refused(plain, monkeypatch):
-    open_model = assembly.open_model
+    open_model = networks.open_model
 
     def other(path):
         model, source = open_model(path)
@@ -141,16 +96,11 @@ def test_the_rollout_mesh_is_the_training_mesh_where_both_have_one_shape(plain):
     assert assembly.rollout_params(plain, params) is params
     two = rig.build(SHORT | {"rollout.tensor_model_parallel_size": 2}, count=8)
     assert dict(two.rollout_mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
-    first = assembly.first_state(two).actor.trainable
+    first = networks.first_state(two).actor.trainable
     moved = assembly.rollout_params(two, first)
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(moved), strict=True):
         assert np.array_equal(one, other)
     assert jax.tree.leaves(moved)[0].sharding.mesh == two.rollout_mesh
-
-
-def test_compute_dtype():
-    assert assembly.compute_dtype("auto") == jnp.float32  # on CPU
-    assert assembly.compute_dtype("bfloat16") == jnp.bfloat16
 
 
 def test_slots_fill_the_share_of_memory(plain, monkeypatch):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import assembly, packing, step
+from jaxrl_llm import assembly, networks, packing, step
 from jaxrl_llm.checks import check
 from jaxrl_llm.config import Config, leaves, load, override_all, resolve
 from jaxrl_llm.errors import ConfigError, DataError
@@ -76,7 +76,7 @@ def a_batch(of):
 def lowered(name, settings, count=1):
     """The text of one program of a run."""
     of = parts(dict(settings), count)
-    state: Any = assembly.abstract_state(of)
+    state: Any = networks.abstract_state(of)
     batch, key = a_batch(of), jax.random.key(0)
     one = np.float32(1.0)
     programs: dict[str, Any] = {
@@ -167,7 +167,7 @@ def pool(settings):
 def broken_batches(settings):
     """Whether a batch with one failure in two counts as broken."""
     of = parts(settings)
-    state = assembly.first_state(of)
+    state = networks.first_state(of)
     grades = [Grade(1.0, {}), Grade(float("nan"), {}, None, "failed")]
     return int(step._watch_rewards(of, state, grades).counters.broken_reward_batches)
 
@@ -184,7 +184,7 @@ def threads(settings):
 
 def coefficients(settings):
     """The first KL coefficients."""
-    state = assembly._scalars(parts(settings))["algorithm"]
+    state = networks.scalars_of(parts(settings))["algorithm"]
     return float(state.kl_coef_reward), float(state.kl_coef_loss)
 
 

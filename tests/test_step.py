@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import assembly, metrics, runtime, step, trainer
+from jaxrl_llm import metrics, networks, runtime, step, trainer
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.console import Progress
 from jaxrl_llm.errors import TrainingStopped
@@ -89,7 +89,7 @@ def fresh(parts, tmp_path):
 
     def make(score=spread):
         parts.stream._iterator.set_state({"next_index": 0})
-        return assembly.first_state(parts), make_run(tmp_path, FakeGrader(score))
+        return networks.first_state(parts), make_run(tmp_path, FakeGrader(score))
 
     return make
 
@@ -232,6 +232,14 @@ def test_a_custom_reward_that_fails_reaches_the_row_and_the_error(parts, fresh, 
 # Numbers of a good step ----------------------------------------------------------------------------------------------------
 
 
+def test_the_first_failed_reward_call_is_printed_once(tmp_path, capsys):
+    run = make_run(tmp_path, FakeGrader(spread))
+    fine, failed = Grade(1.0, {}), Grade(float("nan"), {}, None, "Traceback: no such key 'answer'")
+    for grades in ([fine], [fine, failed], [failed]):
+        step._tell_first_failure(run, grades)
+    assert capsys.readouterr().out.count("no such key 'answer'") == 1
+
+
 def test_equal_groups_give_no_gradient_and_are_counted(parts, fresh):
     state, run = fresh(lambda *who: 1.0)
     state, row = step.train_step(parts, run, state, 1)
@@ -255,7 +263,7 @@ def test_sampler_and_trainer_agree_before_anything_moves(parts, fresh):
 
 def test_two_mini_batches_start_at_ratio_one_and_move_away(tmp_path):
     several = rig.build(SHORT | {"actor.ppo_mini_batch_size": 4, "actor.optim.lr": 1e-2})
-    state, run = assembly.first_state(several), make_run(tmp_path, FakeGrader(spread))
+    state, run = networks.first_state(several), make_run(tmp_path, FakeGrader(spread))
     _, row = step.train_step(several, run, state, 1)
     assert row["rollout/logprob_gap/max"] < 1e-4
     assert row["actor/ratio_deviation/first"] <= 1e-5
@@ -271,7 +279,7 @@ def test_the_old_state_is_donated_with_and_without_a_save_in_flight(parts, fresh
         state, _ = step.train_step(parts, run, state, number)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.actor))
     run.saver.wait()
-    restored = run.saver.restore(assembly.abstract_state(parts))
+    restored = run.saver.restore(networks.abstract_state(parts))
     assert restored is not None and bits(restored[1].actor) == saved
 
 
@@ -300,7 +308,7 @@ def test_remove_padding_off_trains_the_full_width(tmp_path):
     for cut in ("true", "false"):
         parts = rig.build(SHORT | {"data.max_prompt_length": 32, "model.use_remove_padding": cut})
         parts = replace(parts, actor=replace(parts.actor, update=watch))
-        state, run = assembly.first_state(parts), make_run(tmp_path, FakeGrader(spread))
+        state, run = networks.first_state(parts), make_run(tmp_path, FakeGrader(spread))
         with pytest.raises(Seen) as seen:
             step.train_step(parts, run, state, 1)
         shapes.append(seen.value.args)
@@ -319,7 +327,7 @@ def test_samples_are_the_first_of_each_group(parts, fresh):
 
 def test_nan_weights_in_validation_stop_the_run(tmp_path):
     parts = rig.build({})
-    state, run = poisoned(assembly.first_state(parts)), make_run(tmp_path, FakeGrader(spread))
+    state, run = poisoned(networks.first_state(parts)), make_run(tmp_path, FakeGrader(spread))
     with pytest.raises(TrainingStopped, match="16 responses had non-finite logits"):
         step.validate(parts, run, state, 4)
 
@@ -329,7 +337,7 @@ def test_nan_weights_in_validation_stop_the_run(tmp_path):
 
 def test_critic_warm_up_is_exactly_so_many_steps(tmp_path):
     parts = rig.build(SHORT | rig.ALGORITHMS["ppo"] | {"trainer.critic_warmup": 2})
-    state: Any = assembly.first_state(parts)
+    state: Any = networks.first_state(parts)
     run = make_run(tmp_path, FakeGrader(spread))
     first, moved = bits(state.actor), []
     for number in (1, 2, 3):
@@ -352,7 +360,7 @@ def test_an_offloaded_reference_scores_the_same(tmp_path):
     for offload in ("false", "true"):
         parts = rig.build(SHORT | rig.ALGORITHMS["grpo"] | {"ref.param_offload": offload})
         places.append({type(leaf) for leaf in jax.tree.leaves(parts.reference)})
-        state, run = assembly.first_state(parts), make_run(tmp_path, FakeGrader(spread))
+        state, run = networks.first_state(parts), make_run(tmp_path, FakeGrader(spread))
         state, row = step.train_step(parts, run, state, 1)
         rows.append({name: value for name, value in row.items() if not rig.TIMES.search(name)})
     assert np.ndarray not in places[0] and places[1] == {np.ndarray}
@@ -373,7 +381,7 @@ def test_eight_devices_take_the_same_first_step(layout, parts, fresh, tmp_path):
     _, alone = step.train_step(parts, run, state, 1)
     many = rig.build(SHORT | layout, count=8)
     assert many.mesh.size == 8
-    state, run = assembly.first_state(many), make_run(tmp_path, FakeGrader(spread))
+    state, run = networks.first_state(many), make_run(tmp_path, FakeGrader(spread))
     _, spread_out = step.train_step(many, run, state, 1)
     for name in ("response_length/mean", "actor/entropy", "actor/grad_norm", "critic/score/mean"):
         assert spread_out[name] == pytest.approx(alone[name], rel=2e-2), name

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import assembly, fault, tokenizer
+from jaxrl_llm import fault, networks, tokenizer
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.commands import evaluate, export
 from jaxrl_llm.models import weights
@@ -39,7 +39,7 @@ def policy(trained):
     settings = rig.ALGORITHMS["ppo"] | {"trainer.critic_warmup": 0, "mesh.data": 1}
     parts = rig.build(settings | {"trainer.total_training_steps": 2})
     saver = Checkpointer(trained / "checkpoints", keep=None, log=lambda text: None)
-    return saver.restore(assembly.abstract_state(parts))[1].actor.trainable
+    return saver.restore(networks.abstract_state(parts))[1].actor.trainable
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -48,7 +48,7 @@ def test_an_exported_policy_is_the_policy(trained, policy, count, tmp_path, capf
     before = rig.everything(trained)
     assert exported(f"--run_dir={trained}", f"--to={tmp_path}/hf", count=count) == 0
     assert f"step 2 -> {tmp_path}/hf" in capfd.readouterr().out
-    model, source = assembly.open_model(str(tmp_path / "hf"))
+    model, source = networks.open_model(str(tmp_path / "hf"))
     params = weights.load_params(source, model)
     assert jax.tree.structure(params) == jax.tree.structure(policy)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(policy), strict=True):
@@ -72,7 +72,7 @@ def test_the_default_place_and_half_precision(trained, policy, tmp_path):
     assert exported(f"--run_dir={folder}", "--dtype=bfloat16") == 0
     described = json.loads((folder / "export" / "config.json").read_text())
     assert described["torch_dtype"] == "bfloat16"
-    model, source = assembly.open_model(str(folder / "export"))
+    model, source = networks.open_model(str(folder / "export"))
     params = weights.load_params(source, model)
     for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(policy), strict=True):
         assert np.array_equal(got, np.asarray(want).astype(jax.numpy.bfloat16).astype(np.float32))
