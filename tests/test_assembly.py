@@ -21,11 +21,6 @@ def plain():
     return rig.build({})
 
 
-@pytest.fixture(scope="module")
-def ppo():
-    return rig.build(SHORT | rig.ALGORITHMS["ppo"])
-
-
 def test_steps_come_from_the_epochs_unless_they_are_set(plain):
     assert (plain.total_steps, plain.stream.steps_per_epoch) == (6, 5)
     twice = {"trainer.total_training_steps": "none", "trainer.total_epochs": 2}
