@@ -24,6 +24,21 @@ from jaxrl_llm.models.families import ModelConfig, param_dims, shape_of
 Array = jax.Array
 Params = dict[str, Any]
 Constrain = Callable[[Array, str], Array]
+Mixer = Callable[[Array, Array, Array, Any, Any, Array], tuple[Array, Any]]
+"""`mixer(q [B T N H], k [B T K H], v [B T K H], view, store, layer) -> (mixed [B T N H], store)`: how tokens see each other.
+
+`view` is whatever pytree says who sees whom, the same for all layers; `store` travels in the scan's carry (a stacked cache that is
+written in place at `layer`, or `None`)."""
+
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("attention"),
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What the backward pass finds of a layer: everything; the outputs of projections and of attention; nothing but its input."""
 
 INIT_SCALE = 0.02
 INITIALIZERS = {
@@ -58,6 +73,7 @@ class Layer(nn.Module):
     """One transformer block; the scan stacks its parameters along `L`."""
 
     config: ModelConfig
+    mixer: Mixer
     constrain: Constrain
 
     def setup(self) -> None:
@@ -68,19 +84,21 @@ class Layer(nn.Module):
     def __call__(self, carry: Any, index: Array, shared: Any) -> tuple[Any, None]:
         names = param_dims(self.config)["layers"]
         weights = {name: getattr(self, name)() for name in names}
-        return block(self.config, weights, carry, index, shared, self.constrain), None
+        return block(self.config, weights, carry, index, shared, self.mixer, self.constrain), None
 
 
 class Trunk(nn.Module):
     """Embedding, stacked layers, final norm; the head's kernel is declared here and used in `heads`."""
 
     config: ModelConfig
-    remat: bool = False
+    mixer: Mixer
+    remat: str = "none"
     constrain: Constrain = unconstrained
 
     def setup(self) -> None:
         dims = param_dims(self.config)
-        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        policy = REMAT[self.remat]
+        layer = nn.remat(Layer, prevent_cse=False, policy=policy) if policy else Layer
         stack = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -89,39 +107,107 @@ class Trunk(nn.Module):
             length=self.config.num_layers,
         )
         self.embed = Weights(self.config, tuple(dims["embed"].items()))
-        self.layers = stack(self.config, self.constrain)
+        self.layers = stack(self.config, self.mixer, self.constrain)
         self.norm = Weights(self.config, tuple(dims["norm"].items()))
         if not self.config.tie_embeddings:
             self.head = Weights(self.config, tuple(dims["head"].items()))
 
     def __call__(
-        self, tokens: Array, positions: Array, segments: Array, cache: KVCache | None, dtype: Any
-    ) -> tuple[Array, KVCache | None]:
+        self, tokens: Array, positions: Array, real: Array, view: Any, store: Any, dtype: Any
+    ) -> tuple[Array, Any]:
         if self.is_initializing() and not self.config.tie_embeddings:
             self.head()
         config = self.config
         x = self.constrain(self.embed()["kernel"][tokens].astype(dtype), "BTD")
         frequencies = ops.rope_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
         rope = ops.rope_tables(positions, frequencies)
-        key_positions, key_segments, start, store = positions, segments, None, None
-        if cache is not None:
-            cache = mark(cache, positions, segments)
-            key_positions, key_segments = cache.positions, cache.segments
-            start, store = cache.length, (cache.k, cache.v)
-        mask = ops.attention_mask(
-            positions, segments, key_positions, key_segments, config.sliding_window
-        )
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
-        (x, store), _ = self.layers((x, store), indices, (rope, mask, start))
+        (x, store), _ = self.layers((x, store), indices, (rope, view))
         x = ops.rms_norm(x, self.norm()["scale"], config.rms_norm_eps)
-        x = self.constrain(jnp.where(segments[..., None] != 0, x, 0), "BTD")
-        if cache is None or store is None:
-            return x, None
-        return x, replace(cache, k=store[0], v=store[1], length=cache.length + tokens.shape[1])
+        return self.constrain(jnp.where(real[..., None], x, 0), "BTD"), store
+
+
+def block(
+    config: ModelConfig,
+    w: Params,
+    carry: Any,
+    layer: Array,
+    shared: Any,
+    mixer: Mixer,
+    constrain: Constrain,
+) -> Any:
+    """Attention and MLP of one layer on the residual stream, each behind its norm.
+
+    `carry` is `(x [B T D], store)`; `shared` is `(rope tables, view)`; `mixer` is the attention (see `Mixer`).
+    """
+    x, store = carry
+    rope, view = shared
+    eps = config.rms_norm_eps
+    y = ops.rms_norm(x, w["attention_norm"]["scale"], eps)
+    q = constrain(ops.project("BTD,DNH->BTNH", y, **w["q"]), "BTNH")
+    k = constrain(ops.project("BTD,DKH->BTKH", y, **w["k"]), "BTKH")
+    v = constrain(ops.project("BTD,DKH->BTKH", y, **w["v"]), "BTKH")
+    if config.qk_norm:
+        q = ops.rms_norm(q, w["q_norm"]["scale"], eps)
+        k = ops.rms_norm(k, w["k_norm"]["scale"], eps)
+    q, k = ops.rotate(q, *rope), ops.rotate(k, *rope)
+    mixed, store = mixer(q, k, v, view, store, layer)
+    mixed = constrain(mixed, "BTNH")
+    x = constrain(x + ops.project("BTNH,NHD->BTD", mixed, **w["o"]), "BTD")
+    y = ops.rms_norm(x, w["mlp_norm"]["scale"], eps)
+    gate = constrain(ops.project("BTD,DF->BTF", y, **w["gate"]), "BTF")
+    up = constrain(ops.project("BTD,DF->BTF", y, **w["up"]), "BTF")
+    x = constrain(x + ops.project("BTF,FD->BTD", ops.gated_mlp(gate, up), **w["down"]), "BTD")
+    return x, store
+
+
+def run(
+    config: ModelConfig,
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    real: Array,
+    *,
+    mixer: Mixer,
+    view: Any = None,
+    store: Any = None,
+    compute_dtype: Any = jnp.float32,
+    remat: str = "none",
+    constrain: Constrain = unconstrained,
+) -> tuple[Array, Any]:
+    """The one forward function: `tokens`, `positions`, `real [B T]` -> `(hidden [B T D] after the final norm, store)`.
+
+    Who sees whom is the `mixer`'s business. Tokens that are not `real` give hidden 0 and no gradient. Kernels are cast to
+    `compute_dtype` layer by layer; `remat` (a name in `REMAT`) says what the backward pass recomputes; `constrain(x, dims)` is
+    called on the main activations with one letter per axis.
+    """
+    trunk: Any = Trunk(config, mixer, remat=remat, constrain=constrain)
+    return trunk.apply({"params": params}, tokens, positions, real, view, store, compute_dtype)
+
+
+# Rows by themselves, with or without a cache -----------------------------------------------------------------------------
+
+
+def plain_mixer(
+    q: Array, k: Array, v: Array, view: Array, store: None, layer: Array
+) -> tuple[Array, None]:
+    """Attention inside each row; `view` is the mask `[B T T]`."""
+    del layer
+    return ops.attend(q, k, v, view), store
+
+
+def cached_mixer(
+    q: Array, k: Array, v: Array, view: tuple[Array, Array], store: Any, layer: Array
+) -> tuple[Array, Any]:
+    """Attention to a stacked cache `(k, v) [L B S K H]` that receives the new keys; `view` is `(mask [B T S], first free column)`."""
+    mask, start = view
+    keys, new_k = store_at(store[0], k, layer, start)
+    values, new_v = store_at(store[1], v, layer, start)
+    return ops.attend(q, new_k.astype(q.dtype), new_v.astype(q.dtype), mask), (keys, values)
 
 
 def mark(cache: KVCache, positions: Array, segments: Array) -> KVCache:
-    """Enter the new tokens' segments and positions `[B T]` at column `length`; keys, values and `length` stay."""
+    """Note in the cache which tokens its next columns hold; positions and segments `[B T]`."""
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=cache.length, axis=1)
     return replace(
         cache,
@@ -139,39 +225,6 @@ def store_at(stack: Array, new: Array, layer: Array, start: Array) -> tuple[Arra
     return stack, jax.lax.dynamic_index_in_dim(stack, layer, axis=0, keepdims=False)
 
 
-def block(
-    config: ModelConfig, w: Params, carry: Any, layer: Array, shared: Any, constrain: Constrain
-) -> Any:
-    """Attention and MLP of one layer on the residual stream, each behind its norm.
-
-    `carry` is `(x [B T D], None | (k, v) of all layers)`; `shared` is `(rope tables, mask [B T S], first free
-    cache column)`.
-    """
-    x, store = carry
-    rope, mask, start = shared
-    eps = config.rms_norm_eps
-    y = ops.rms_norm(x, w["attention_norm"]["scale"], eps)
-    q = constrain(ops.project("BTD,DNH->BTNH", y, **w["q"]), "BTNH")
-    k = constrain(ops.project("BTD,DKH->BTKH", y, **w["k"]), "BTKH")
-    v = constrain(ops.project("BTD,DKH->BTKH", y, **w["v"]), "BTKH")
-    if config.qk_norm:
-        q = ops.rms_norm(q, w["q_norm"]["scale"], eps)
-        k = ops.rms_norm(k, w["k_norm"]["scale"], eps)
-    q, k = ops.rotate(q, *rope), ops.rotate(k, *rope)
-    if store is not None:
-        keys, k = store_at(store[0], k, layer, start)
-        values, v = store_at(store[1], v, layer, start)
-        store = (keys, values)
-        k, v = k.astype(x.dtype), v.astype(x.dtype)
-    mixed = constrain(ops.attend(q, k, v, mask), "BTNH")
-    x = constrain(x + ops.project("BTNH,NHD->BTD", mixed, **w["o"]), "BTD")
-    y = ops.rms_norm(x, w["mlp_norm"]["scale"], eps)
-    gate = constrain(ops.project("BTD,DF->BTF", y, **w["gate"]), "BTF")
-    up = constrain(ops.project("BTD,DF->BTF", y, **w["up"]), "BTF")
-    x = constrain(x + ops.project("BTF,FD->BTD", ops.gated_mlp(gate, up), **w["down"]), "BTD")
-    return x, store
-
-
 def apply(
     config: ModelConfig,
     params: Params,
@@ -179,27 +232,29 @@ def apply(
     positions: Array,
     segments: Array,
     cache: KVCache | None = None,
-    *,
-    compute_dtype: Any = jnp.float32,
-    remat: bool = False,
-    constrain: Constrain = unconstrained,
+    **how: Any,
 ) -> tuple[Array, KVCache | None]:
-    """Run the model on `tokens`, `positions`, `segments` `[B T]`; returns `hidden [B T D]` after the final norm.
+    """`run` on rows with segments: `tokens`, `positions`, `segments` `[B T]` -> `(hidden [B T D], cache)`.
 
     Query i sees key j iff their segments are equal and non-zero and `positions[j] <= positions[i]` (and within the sliding
     window). With a cache the new keys enter at column `cache.length` and queries see all columns by the same rule; the
     returned cache is `T` longer. **The caller guarantees room** (`cache.length + T <= S`): on a device a start index past
     the end is clamped and overwrites older keys, which nothing can report. What can be seen while tracing is checked and
-    raises `ConfigError`. Padding (segment 0) gives hidden 0 and no gradient.
-
-    Kernels are cast to `compute_dtype` layer by layer; `remat` recomputes each layer in the backward pass;
-    `constrain(x, dims)` is called on the main activations with one letter per axis.
+    raises `ConfigError`. Padding (segment 0) gives hidden 0 and no gradient. `how` goes to `run`.
     """
-    if cache is not None:
-        used = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-        check_room(cache.k.shape[2], used, tokens.shape[1])
-    trunk: Any = Trunk(config, remat=remat, constrain=constrain)
-    return trunk.apply({"params": params}, tokens, positions, segments, cache, compute_dtype)
+    forward = partial(run, config, params, tokens, positions, segments != 0)
+    see = partial(ops.attention_mask, positions, segments)
+    window = config.sliding_window
+    if cache is None:
+        return forward(mixer=plain_mixer, view=see(positions, segments, window), **how)
+    used = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+    check_room(cache.k.shape[2], used, tokens.shape[1])
+    cache = mark(cache, positions, segments)
+    mask = see(cache.positions, cache.segments, window)
+    hidden, (k, v) = forward(
+        mixer=cached_mixer, view=(mask, cache.length), store=(cache.k, cache.v), **how
+    )
+    return hidden, replace(cache, k=k, v=v, length=cache.length + tokens.shape[1])
 
 
 def init(config: ModelConfig, key: Array) -> Params:
@@ -209,8 +264,9 @@ def init(config: ModelConfig, key: Array) -> Params:
 
 @partial(jax.jit, static_argnums=0)
 def _init(config: ModelConfig, key: Array) -> Params:
-    nothing = jnp.zeros((1, 1), jnp.int32)
-    return Trunk(config).init(key, nothing, nothing, nothing, None, jnp.float32)["params"]
+    nothing, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool)
+    trunk: Any = Trunk(config, plain_mixer)
+    return trunk.init(key, nothing, nothing, nothing == 0, mask, None, jnp.float32)["params"]
 
 
 def abstract_params(config: ModelConfig) -> Params:
