@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import learner, metrics, optimizer, packing, sharding
+from jaxrl_llm import learner, metrics, optimizer, packing, scoring, sharding
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, OptimKnobs
 from jaxrl_llm.models import families, transformer
@@ -36,7 +36,7 @@ class Work:
     vocabulary: int = 4096
     ragged: bool = False
     kl: bool = True
-    micro_prompts: int = PROMPTS
+    micro_prompts: int | None = None
 
 
 VARIANTS = {
@@ -100,7 +100,7 @@ def main(steps: int, variant: str) -> None:
     work, config = VARIANTS[variant], model(VARIANTS[variant].vocabulary)
     compiled = metrics.CompileCounter()
     mesh = sharding.make_mesh(MeshShape(1, 1, 1), jax.devices()[:1])
-    network = learner.Network(config, mesh, jnp.dtype("float32"), remat=False)
+    network = scoring.Network(config, mesh, jnp.dtype("float32"))
     params = transformer.init(config, jax.random.key(0))
     reference = jax.tree.map(jnp.copy, params) if work.kl else None
     optim = OptimKnobs(lr=1e-4)
@@ -109,10 +109,19 @@ def main(steps: int, variant: str) -> None:
     shardings = sharding.param_shardings(mesh, families.param_dims(config), params)
     state = optimizer.init_model_state(adamw, jax.device_put(params, shardings), shardings, mesh)
     knobs = ActorKnobs(use_kl_loss=work.kl, kl_loss_coef=0.04, loss_agg_mode="token-mean")
-    plan = learner.Plan(PROMPTS, GROUP, 1, PROMPTS, work.micro_prompts * GROUP)
+    plan = learner.Plan(PROMPTS, 1, PROMPTS)
+    layout = packing.make_layout(
+        prompts=PROMPTS,
+        group=GROUP,
+        mini_prompts=PROMPTS,
+        prompt_width=LENGTH,
+        response_width=LENGTH,
+        shards=1,
+        micro_rows=work.micro_prompts and work.micro_prompts * GROUP,
+    )
     loss = learner.make_actor_loss(network, knobs, 1.0, on_policy=True)
     update = learner.make_update(loss, adamw, schedule, plan, mesh)
-    score = learner.make_score(network, None)
+    score = scoring.make_score(network, PROMPTS * GROUP, LENGTH)
     prepare = learner.make_advantages(
         AlgorithmKnobs(adv_estimator="grpo"),
         prompts=PROMPTS,
@@ -134,7 +143,7 @@ def main(steps: int, variant: str) -> None:
         clock, begun, cpu = Clock(), time.perf_counter(), time.process_time()
         batch_prompts = prompts(work, random, step)
 
-        rollout = clock.time(
+        rollout, _ = clock.time(
             "rollout",
             partial(
                 generate,
@@ -150,18 +159,16 @@ def main(steps: int, variant: str) -> None:
         )
         even = np.where(rollout.response_mask, rollout.response_tokens % 2 == 0, False)
         scores = even.sum(1) / np.maximum(rollout.response_lengths, 1)
-        widths = packing.widths(rollout, engine.prompt_buckets, packing.buckets(LENGTH), cut=True)
         batch = sharding.put_rows(
-            mesh, packing.make_rows(rollout, scores, np.ones(len(scores), bool), *widths)
+            mesh, packing.make_batch(rollout, scores, np.ones(len(scores), bool), LENGTH)
         )
+        host, packed_as = packing.pack(layout, rollout)
+        packed = scoring.place(host, mesh)
         if reference is not None:
-            frozen = clock.time(
-                "ref", lambda b=batch: score(reference, b, jnp.float32(1.0)).logprobs
-            )
-            batch = batch.replace(ref_logprobs=frozen)
+            frozen = clock.time("ref", partial(score, reference, packed, np.float32(1.0)))
+            batch = batch.replace(ref_logprobs=frozen.logprobs)
         batch, algorithm, _ = prepare(batch, algorithm)
-        key = jax.random.key(step)
-        arguments = (state, batch, algorithm, key)
+        arguments = (state, batch, packed, algorithm)
         state, numbers = clock.time("update", partial(update, *arguments))
         row = {
             "step": step,
@@ -169,7 +176,8 @@ def main(steps: int, variant: str) -> None:
             "step_wall": time.perf_counter() - begun,
             "step_cpu": time.process_time() - cpu,
             "generated_tokens": int(rollout.response_lengths.sum()),
-            "trained_tokens": int(batch.segments.sum()),
+            "trained_tokens": packed_as.verl,
+            **packed_as.row(),
             "compilations": compiled.delta(),
             "logprob_gap": float(numbers["logprob_gap_max"][0]),
             "peak_rss_mb": metrics.peak_rss_mb(),

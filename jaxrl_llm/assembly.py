@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import learner, sharding, summary, tokenizer
+from jaxrl_llm import learner, scoring, sharding, summary, tokenizer
 from jaxrl_llm.checks import MeshShape, mesh_shape
 from jaxrl_llm.config import Config, needs_reference
 from jaxrl_llm.console import start_table
@@ -27,6 +27,7 @@ from jaxrl_llm.data import (
 )
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.knobs import DataKnobs
+from jaxrl_llm.layouts import Layouts, layouts_of
 from jaxrl_llm.models import families, weights
 from jaxrl_llm.networks import (
     Trained,
@@ -36,7 +37,6 @@ from jaxrl_llm.networks import (
     scoring_temperature,
     trained_networks,
 )
-from jaxrl_llm.packing import buckets
 from jaxrl_llm.records import Params
 from jaxrl_llm.rewards.table import unreadable_golds
 from jaxrl_llm.rollout.engine import Engine, make_engine
@@ -60,11 +60,10 @@ class Parts:
     actor: Trained
     critic: Trained | None
     reference: Params | None
-    score: Callable[..., learner.Scores]
-    score_reference: Callable[..., learner.Scores]
+    layouts: Layouts
+    score: Callable[..., scoring.Scores]
     values: Callable[..., jax.Array] | None
     prepare: Callable[..., Any]
-    response_buckets: tuple[int, ...]
     temperature: float
     old_logprobs_needed: bool
     total_steps: int
@@ -210,6 +209,7 @@ def build(config: Config, say: Say) -> Parts:
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
     engine = _engine(config, model, decode_mesh, actor.network.dtype, reader)
     reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
+    widths = (config.data.train_batch_size * config.rollout.n, config.data.max_response_length)
     fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
     return Parts(
         config=config,
@@ -226,21 +226,14 @@ def build(config: Config, say: Say) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        score=learner.make_score(
-            actor.network, config.rollout.log_prob_micro_batch_size_per_device
-        ),
-        score_reference=learner.make_score(
-            actor.network, config.ref.log_prob_micro_batch_size_per_device
-        ),
-        values=learner.make_values(critic.network, config.critic.ppo_micro_batch_size_per_device)
-        if critic
-        else None,
+        layouts=layouts_of(config, mesh),
+        score=scoring.make_score(actor.network, *widths),
+        values=scoring.make_values(critic.network, *widths) if critic else None,
         prepare=learner.make_advantages(
             config.algorithm,
             prompts=config.data.train_batch_size,
             kl_loss_type=config.actor.kl_loss_type if config.actor.use_kl_loss else None,
         ),
-        response_buckets=buckets(config.data.max_response_length),
         temperature=scoring_temperature(config),
         old_logprobs_needed=plan_of(config).optimizer_steps > 1
         or config.algorithm.use_kl_in_reward,

@@ -16,7 +16,15 @@ from typing import Any
 
 from jaxrl_llm.algorithms.names import GROUP_ESTIMATORS
 from jaxrl_llm.algorithms.names import canonical as canonical_kl
-from jaxrl_llm.config import Config, needs_critic, normal, resolve, type_problems, value_at
+from jaxrl_llm.config import (
+    Config,
+    needs_critic,
+    needs_reference,
+    normal,
+    resolve,
+    type_problems,
+    value_at,
+)
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.notices import notices as notices
 from jaxrl_llm.rewards.table import check_settings
@@ -112,6 +120,8 @@ POSITIVE = (
     "data.train_batch_size data.val_batch_size data.max_prompt_length data.max_response_length data.train_max_samples "
     "data.val_max_samples rollout.n rollout.top_k rollout.decode_chunk rollout.max_num_seqs "
     "rollout.tensor_model_parallel_size rollout.log_prob_micro_batch_size_per_device "
+    "rollout.log_prob_max_token_len_per_device ref.log_prob_max_token_len_per_device "
+    "actor.ppo_max_token_len_per_device critic.ppo_max_token_len_per_device "
     "ref.log_prob_micro_batch_size_per_device actor.ppo_mini_batch_size actor.ppo_micro_batch_size_per_device "
     "actor.ppo_epochs actor.loss_scale_factor critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_device "
     "critic.ppo_epochs actor.optim.eps critic.optim.eps actor.optim.clip_grad critic.optim.clip_grad "
@@ -137,6 +147,9 @@ TAKEN_FROM = {
     "critic.ppo_micro_batch_size_per_device": "actor.ppo_micro_batch_size_per_device",
     "rollout.log_prob_micro_batch_size_per_device": "actor.ppo_micro_batch_size_per_device",
     "ref.log_prob_micro_batch_size_per_device": "rollout.log_prob_micro_batch_size_per_device",
+    "critic.ppo_max_token_len_per_device": "actor.ppo_max_token_len_per_device",
+    "rollout.log_prob_max_token_len_per_device": "actor.ppo_max_token_len_per_device",
+    "ref.log_prob_max_token_len_per_device": "rollout.log_prob_max_token_len_per_device",
     "data.val_batch_size": "data.train_batch_size",
     "data.seed": "trainer.seed",
     "actor.clip_ratio_low": "actor.clip_ratio",
@@ -193,6 +206,26 @@ def _batches(c: Config) -> Iterator[str]:
                 f"data.train_batch_size = {batch} prompts does not divide into mini-batches of "
                 f"{name}.ppo_mini_batch_size = {mini}; set the batch to {multiples(batch, mini)}, or the mini-batch to "
                 f"a divisor of {batch}"
+            )
+
+
+def _budgets(c: Config) -> Iterator[str]:
+    longest = c.data.max_prompt_length + c.data.max_response_length
+    budgets = {
+        "actor.ppo_max_token_len_per_device": c.actor.use_dynamic_bsz,
+        "critic.ppo_max_token_len_per_device": needs_critic(c) and c.critic.use_dynamic_bsz,
+        "rollout.log_prob_max_token_len_per_device": c.rollout.log_prob_use_dynamic_bsz,
+        "ref.log_prob_max_token_len_per_device": needs_reference(c)
+        and c.ref.log_prob_use_dynamic_bsz,
+    }
+    for path, used in budgets.items():
+        budget = value_at(c, path)
+        if not isinstance(budget, int) or _taken_over(c, path):
+            continue
+        if used and 0 < budget < longest:
+            yield (
+                f"{path} = {budget} does not hold one trajectory of data.max_prompt_length + max_response_length = "
+                f"{c.data.max_prompt_length} + {c.data.max_response_length} = {longest} tokens; set it to {longest} or more"
             )
 
 
@@ -357,6 +390,7 @@ RULES = (
     _required,
     _ranges,
     _batches,
+    _budgets,
     _estimators,
     _kl,
     _rollout,

@@ -74,6 +74,8 @@ FOREIGN_NAMES = {
     "grad_clip": "actor.optim.clip_grad",
     "n_gpus_per_node": "trainer.n_devices_per_node",
     "ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_device",
+    "ppo_max_token_len_per_gpu": "actor.ppo_max_token_len_per_device",
+    "log_prob_max_token_len_per_gpu": "rollout.log_prob_max_token_len_per_device",
     "log_prob_micro_batch_size_per_gpu": "rollout.log_prob_micro_batch_size_per_device",
     "kl_coef": "algorithm.kl_ctrl.kl_coef",
     "gae_lambda": "algorithm.lam",
@@ -366,11 +368,13 @@ def resolve(config: Config, stem: str = "run") -> Config:
         ppo_micro_batch_size_per_device=_or(
             c.critic.ppo_micro_batch_size_per_device, c.actor.ppo_micro_batch_size_per_device
         ),
+        use_dynamic_bsz=_or(c.critic.use_dynamic_bsz, c.actor.use_dynamic_bsz),
+        ppo_max_token_len_per_device=_or(
+            c.critic.ppo_max_token_len_per_device, c.actor.ppo_max_token_len_per_device
+        ),
         ppo_epochs=_or(c.critic.ppo_epochs, c.actor.ppo_epochs),
     )
-    log_prob_rows = _or(
-        c.rollout.log_prob_micro_batch_size_per_device, c.actor.ppo_micro_batch_size_per_device
-    )
+    rollout, ref = _log_prob_sizes(c)
     resolved = dataclasses.replace(
         c,
         model=dataclasses.replace(
@@ -386,14 +390,8 @@ def resolve(config: Config, stem: str = "run") -> Config:
         ),
         actor=actor,
         critic=critic,
-        rollout=dataclasses.replace(c.rollout, log_prob_micro_batch_size_per_device=log_prob_rows),
-        ref=dataclasses.replace(
-            c.ref,
-            path=_or(c.ref.path, c.model.path),
-            log_prob_micro_batch_size_per_device=_or(
-                c.ref.log_prob_micro_batch_size_per_device, log_prob_rows
-            ),
-        ),
+        rollout=rollout,
+        ref=dataclasses.replace(ref, path=_or(c.ref.path, c.model.path)),
         trainer=dataclasses.replace(c.trainer, seed=seed),
     )
     name = _or(
@@ -406,6 +404,18 @@ def resolve(config: Config, stem: str = "run") -> Config:
         run_dir=str(Path(os.path.expanduser(run_dir)).absolute()),
     )
     return dataclasses.replace(resolved, trainer=trainer)
+
+
+def _log_prob_sizes(c: Config) -> tuple[RolloutKnobs, RefKnobs]:
+    """Sizes of scoring: the reference's default to those of old log-probs, and these to the actor's."""
+    sizes = {
+        "log_prob_micro_batch_size_per_device": c.actor.ppo_micro_batch_size_per_device,
+        "log_prob_use_dynamic_bsz": c.actor.use_dynamic_bsz,
+        "log_prob_max_token_len_per_device": c.actor.ppo_max_token_len_per_device,
+    }
+    own = {name: _or(getattr(c.rollout, name), value) for name, value in sizes.items()}
+    frozen = {name: _or(getattr(c.ref, name), value) for name, value in own.items()}
+    return dataclasses.replace(c.rollout, **own), dataclasses.replace(c.ref, **frozen)
 
 
 def _undrawn(resolved: Config, asked: Config) -> Config:

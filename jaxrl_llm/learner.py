@@ -1,10 +1,10 @@
-"""Scoring and updating: pure, jitted functions over a batch of trajectories.
+"""Updating: losses over the rows of a micro-batch, and pure, jitted functions that take optimizer steps on them.
 
-`make_score` and `make_values` read log-probs, entropies and values off fixed weights; `make_update` turns a loss over rows into
-epochs x mini-batches x micro-batches inside one jit, with gradients accumulated in a scan. Denominators are counted over the
-whole optimizer mini-batch, so that neither micro-batches nor devices nor padding rows change a gradient.
+`make_update` turns a loss into epochs x mini-batches x micro-batches inside one jit, with gradients accumulated over as many
+micro-batches as hold tokens. Denominators are counted over the whole optimizer mini-batch, so that neither micro-batches nor
+packing nor devices change a gradient.
 
-Left out on purpose: packed rows, correction weights between sampler and trainer, offload.
+Left out on purpose: correction weights between sampler and trainer, offload.
 """
 
 from collections.abc import Callable
@@ -15,175 +15,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxrl_llm import masking, sharding
+from jaxrl_llm import masking, packing
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms import kl as kls
 from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs
-from jaxrl_llm.models import heads, transformer
-from jaxrl_llm.models.families import ModelConfig
+from jaxrl_llm.models import heads
 from jaxrl_llm.optimizer import optimizer_count
+from jaxrl_llm.packing import Packed
 from jaxrl_llm.records import AlgorithmState, Batch, ModelState, Params
+from jaxrl_llm.scoring import Network, micro_batch, token_scores
 
 Array = jax.Array
-
-HEAD_ELEMENTS = 2**22
-"""Logits that exist at once per micro-batch: the head runs over the sequence in chunks of at most this many elements."""
-
-
-@dataclass(frozen=True)
-class Network:
-    """A model as the learner sees it: what to run, in which precision, on which mesh."""
-
-    config: ModelConfig
-    mesh: Mesh
-    dtype: Any
-    remat: bool
-
-    def hidden(self, params: Params, rows: Batch) -> Array:
-        """Hidden states `[R Tr D]` from which the response tokens are predicted."""
-        constrain = sharding.make_constrain(self.mesh)
-        out, _ = transformer.apply(
-            self.config,
-            params,
-            rows.tokens,
-            rows.positions,
-            rows.segments,
-            compute_dtype=self.dtype,
-            remat=self.remat,
-            constrain=constrain,
-        )
-        width = rows.mask.shape[1]
-        return out[:, -width - 1 : -1]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Scores:
-    """Per response token `[B Tr]`: log-prob and entropy at the sampling temperature, and the sum of squared probabilities."""
-
-    logprobs: Array
-    entropy: Array
-    sum_pi_squared: Array
-
-
-def head_chunk(rows: int, width: int, vocabulary: int) -> int:
-    """Response columns whose logits are made at once."""
-    return max(1, min(width, HEAD_ELEMENTS // max(1, rows * vocabulary)))
-
-
-def token_scores(
-    network: Network, params: Params, hidden: Array, targets: Array, temperature: Array
-) -> Scores:
-    """Log-probs of `targets [R Tr]`, entropies and sums of squared probabilities from `hidden [R Tr D]`.
-
-    `softmax(logits / temperature)` in float32, chunk by chunk over the sequence and recomputed in the backward pass: `[R Tr V]`
-    never exists once it is larger than `HEAD_ELEMENTS`.
-    """
-    rows, width, _ = hidden.shape
-    chunk = head_chunk(rows, width, network.config.vocab_size)
-    count = -(-width // chunk)
-    pad = count * chunk - width
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(rows, count, chunk, *x.shape[2:]), 1, 0)
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def one(piece: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        states, chosen = piece
-        logits = heads.logits(network.config, params, states, compute_dtype=network.dtype)
-        logprobs = jax.nn.log_softmax(logits / temperature, axis=-1)
-        probs = jnp.exp(logprobs)
-        picked = jnp.take_along_axis(logprobs, chosen[..., None], axis=-1)[..., 0]
-        return picked, -jnp.sum(probs * logprobs, axis=-1), jnp.sum(jnp.square(probs), axis=-1)
-
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(rows, count * chunk)[:, :width]
-
-    pieces = (split(hidden), split(targets))
-    if count == 1:
-        parts = one(jax.tree.map(lambda x: x[0], pieces))
-        return Scores(*(part[:, :width] for part in parts))
-    return Scores(*(join(part) for part in jax.lax.map(one, pieces)))
-
-
-def response_tokens(rows: Batch) -> Array:
-    """The response ids `[R Tr]` of training rows."""
-    return rows.tokens[:, -rows.mask.shape[1] :]
-
-
-# Micro-batches -------------------------------------------------------------------------------------------------------
-
-
-def split_rows(tree: Any, pieces: int, size: int, mesh: Mesh) -> Any:
-    """Rows `[B ...]` as `[pieces, size, ...]`, filled up with zero rows, each piece spread over the data shards."""
-
-    def one(x: Array) -> Array:
-        missing = pieces * size - x.shape[0]
-        x = jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1))
-        x = x.reshape(pieces, size, *x.shape[1:])
-        return jax.lax.with_sharding_constraint(x, sharding.rows(mesh, axis=1))
-
-    return jax.tree.map(one, tree)
-
-
-def pieces_of(rows: int, per_device: int | None, mesh: Mesh) -> tuple[int, int]:
-    """(number, size) of the micro-batches of `rows` trajectories; a size is a multiple of the data shards."""
-    shards = sharding.shards(mesh)
-    whole = -(-rows // shards)
-    share = min(per_device or whole, whole)
-    return -(-rows // (share * shards)), share * shards
-
-
-def _over_pieces(
-    fn: Callable[[Batch], Any], batch: Batch, per_device: int | None, mesh: Mesh
-) -> Any:
-    total = batch.tokens.shape[0]
-    count, size = pieces_of(total, per_device, mesh)
-    outputs = jax.lax.map(fn, split_rows(batch, count, size, mesh))
-
-    def join(x: Array) -> Array:
-        flat = x.reshape(count * size, *x.shape[2:])[:total]
-        return jax.lax.with_sharding_constraint(flat, sharding.rows(mesh))
-
-    return jax.tree.map(join, outputs)
-
-
-def make_score(
-    network: Network, micro_rows: int | None
-) -> Callable[[Params, Batch, Array], Scores]:
-    """A jitted `score(params, batch, temperature) -> Scores [B Tr]`, `micro_rows` trajectories per device at a time."""
-
-    def score(params: Params, batch: Batch, temperature: Array) -> Scores:
-        def one(rows: Batch) -> Scores:
-            hidden = network.hidden(params, rows)
-            return token_scores(network, params, hidden, response_tokens(rows), temperature)
-
-        return _over_pieces(one, batch, micro_rows, network.mesh)
-
-    return jax.jit(score)
-
-
-def make_values(network: Network, micro_rows: int | None) -> Callable[[Params, Batch], Array]:
-    """A jitted `values(critic_params, batch) -> [B Tr]`: the value before each response token."""
-
-    def values(params: Params, batch: Batch) -> Array:
-        def one(rows: Batch) -> Array:
-            return heads.values(params["value_head"], network.hidden(params["trunk"], rows))
-
-        return _over_pieces(one, batch, micro_rows, network.mesh)
-
-    return jax.jit(values)
 
 
 # Losses over rows ------------------------------------------------------------------------------------------------------
 
 Sums = dict[str, Array]
 LossFn = Callable[
-    [Params, Batch, masking.Counts, Array, AlgorithmState], tuple[Array, tuple[Sums, Sums]]
+    [Params, Packed, Batch, masking.Counts, Array, AlgorithmState], tuple[Array, tuple[Sums, Sums]]
 ]
+"""`loss(params, micro, rows, counts, group_tokens, state)`: the part that a micro-batch adds to the loss of its mini-batch.
+
+`micro` is what the model reads, `rows` the batch rows `[R*A ...]` of its responses (unused ones masked)."""
 
 
 def make_actor_loss(
@@ -198,16 +53,26 @@ def make_actor_loss(
 
     def loss_fn(
         params: Params,
+        micro: Packed,
         rows: Batch,
         counts: masking.Counts,
         group_tokens: Array,
         state: AlgorithmState,
     ) -> tuple[Array, tuple[Sums, Sums]]:
-        hidden = network.hidden(params, rows)
         scores = token_scores(
-            network, params, hidden, response_tokens(rows), jnp.float32(temperature)
+            network,
+            params,
+            network.slots(params, micro),
+            micro.targets,
+            jnp.float32(temperature),
+            live=micro.slots,
         )
-        fresh = jax.lax.stop_gradient(scores.logprobs)
+        back = partial(packing.to_rows, micro=micro, width=rows.mask.shape[1])
+        assert scores.entropy is not None
+        logprobs, entropies = back(scores.logprobs), back(scores.entropy)
+        if knobs.entropy_coeff == 0:
+            entropies = jax.lax.stop_gradient(entropies)
+        fresh = jax.lax.stop_gradient(logprobs)
         old = fresh if on_policy or rows.old_logprobs is None else rows.old_logprobs
         aggregate = partial(
             masking.aggregate,
@@ -218,7 +83,7 @@ def make_actor_loss(
             group_tokens=group_tokens,
         )
         per_token, metrics = losses.POLICY_LOSSES["ppo_clip"](
-            scores.logprobs,
+            logprobs,
             old,
             rows.advantages,
             rows.mask,
@@ -227,20 +92,18 @@ def make_actor_loss(
             clip_c=knobs.clip_ratio_c,
         )
         policy = aggregate(per_token)
-        entropy = aggregate(scores.entropy)
+        entropy = aggregate(entropies)
         total = policy - knobs.entropy_coeff * entropy
         parts = {"pg_loss": policy, "entropy_loss": entropy}
         if knobs.use_kl_loss:
-            kl = kls.estimate(
-                scores.logprobs, rows.ref_logprobs, kind, old_logprobs=old, mask=rows.mask
-            )
+            kl = kls.estimate(logprobs, rows.ref_logprobs, kind, old_logprobs=old, mask=rows.mask)
             term = aggregate(kl)
             total = total + state.kl_coef_loss * term
             parts["kl_loss"] = term
             metrics |= {
-                "kl_k3_saturated": kls.saturated(scores.logprobs, rows.ref_logprobs, mask=rows.mask)
+                "kl_k3_saturated": kls.saturated(logprobs, rows.ref_logprobs, mask=rows.mask)
             }
-        token_metrics = metrics | {"entropy": scores.entropy}
+        token_metrics = metrics | {"entropy": entropies}
         sums = {name: masking.masked_sum(value, rows.mask) for name, value in token_metrics.items()}
         gap = jnp.abs(fresh - rows.sampler_logprobs)
         ratio = jnp.abs(jnp.exp(jnp.clip(fresh - old, -20.0, 20.0)) - 1.0)
@@ -260,13 +123,15 @@ def make_critic_loss(network: Network, knobs: CriticKnobs) -> LossFn:
 
     def loss_fn(
         params: Params,
+        micro: Packed,
         rows: Batch,
         counts: masking.Counts,
         group_tokens: Array,
         state: AlgorithmState,
     ) -> tuple[Array, tuple[Sums, Sums]]:
         del state
-        values = heads.values(params["value_head"], network.hidden(params["trunk"], rows))
+        slots = heads.values(params["value_head"], network.slots(params["trunk"], micro))
+        values = packing.to_rows(slots, micro, rows.mask.shape[1])
         per_token, metrics = losses.value_loss(
             values, rows.values, rows.returns, rows.mask, clip=knobs.cliprange_value
         )
@@ -286,13 +151,12 @@ def make_critic_loss(network: Network, knobs: CriticKnobs) -> LossFn:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a batch of `prompts` x `group` trajectories is cut: passes, mini-batches of prompts, trajectories per device."""
+    """How a batch of `prompts` is learned from: passes, and optimizer mini-batches of `mini_prompts`; `shuffle` draws new ones
+    in every pass."""
 
     prompts: int
-    group: int
     epochs: int
     mini_prompts: int
-    micro_rows: int | None
     shuffle: bool = False
 
     @property
@@ -305,6 +169,18 @@ class Plan:
         """Optimizer steps per rollout."""
         return self.epochs * self.mini_batches
 
+    @property
+    def passes(self) -> int:
+        """Different orders of the prompts."""
+        return self.epochs if self.shuffle else 1
+
+
+def rows_of(batch: Batch, where: Array) -> Batch:
+    """The batch rows `where [N]`; indices past the end give rows without a trained token."""
+    last = batch.mask.shape[0] - 1
+    rows = jax.tree.map(lambda x: x[jnp.minimum(where, last)], batch)
+    return replace(rows, mask=rows.mask & (where <= last)[:, None])
+
 
 def make_update(
     loss_fn: LossFn,
@@ -312,87 +188,77 @@ def make_update(
     schedule: optax.Schedule,
     plan: Plan,
     mesh: Mesh,
-) -> Callable[[ModelState, Batch, AlgorithmState, Array], tuple[ModelState, dict[str, Array]]]:
-    """A jitted `update(state, batch, algorithm, key) -> (state, metrics)`; `state` is donated.
+) -> Callable[[ModelState, Batch, Packed, AlgorithmState], tuple[ModelState, dict[str, Array]]]:
+    """A jitted `update(state, batch, packed, algorithm) -> (state, metrics)`; `state` is donated.
 
-    Runs `plan.epochs` passes of `plan.mini_batches` optimizer steps, each accumulating gradients over micro-batches. A step whose
-    loss or gradient is not finite, or that has no trained token, is skipped by selection: parameters, moments and schedule stay bit for bit. Metrics are
-    `[steps]` arrays in the order of the optimizer steps; means are over trained tokens of the mini-batch.
+    Runs `plan.epochs` passes of `plan.mini_batches` optimizer steps, each accumulating gradients over its micro-batches. A step
+    whose loss or gradient is not finite, or that has no trained token, is skipped by selection: parameters, moments and
+    schedule stay bit for bit. Metrics are `[steps]` arrays in the order of the optimizer steps; means are over trained tokens of
+    the mini-batch.
     """
-    rows = plan.mini_prompts * plan.group
-    count, size = pieces_of(rows, plan.micro_rows, mesh)
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def accumulate(params: Params, mini: Batch, algorithm: AlgorithmState) -> tuple[Any, Any, Any]:
-        counts = masking.count(mini.mask, mini.group_ids, plan.prompts)
-        per_group = masking.group_tokens(mini.mask, mini.group_ids, plan.prompts)
-        micros, tokens = split_rows((mini, per_group), count, size, mesh)
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    def accumulate(
+        params: Params, mini: Array, batch: Batch, packed: Packed, algorithm: AlgorithmState
+    ) -> tuple[Any, Any, Any, Array]:
+        members = packed.members[mini]
+        mask, groups = batch.mask[members], batch.group_ids[members]
+        counts = masking.count(mask, groups, plan.prompts)
+        per_row = jnp.zeros(batch.mask.shape[:1]).at[members]
+        group_tokens = per_row.set(masking.group_tokens(mask, groups, plan.prompts))
 
-        def one(carry: Any, piece: tuple[Batch, Array]) -> tuple[Any, Any]:
-            loss, grads = carry
-            (part, (sums, maxima)), new = grad_fn(params, piece[0], counts, piece[1], algorithm)
-            return (loss + part, jax.tree.map(jnp.add, grads, new)), (sums, maxima)
+        def one(index: Array) -> Any:
+            micro = micro_batch(packed, mini, index, mesh)
+            where = micro.rows.reshape(-1)
+            rows, tokens = rows_of(batch, where), group_tokens.at[where].get(mode="clip")
+            (part, (sums, maxima)), grads = grad_fn(params, micro, rows, counts, tokens, algorithm)
+            return (part, grads, sums), maxima
 
-        start = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, params))
-        (loss, grads), (sums, maxima) = jax.lax.scan(one, start, (micros, tokens))
-        totals = {name: jnp.sum(value) for name, value in sums.items()}
+        def more(index: Array, carry: Any) -> Any:
+            (added, largest), (more_added, more_largest) = carry, one(index)
+            return jax.tree.map(jnp.add, added, more_added), jax.tree.map(
+                jnp.maximum, largest, more_largest
+            )
+
+        if packed.tokens.shape[1] == 1:
+            (loss, grads, sums), maxima = one(jnp.int32(0))
+        else:
+            shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            (loss, grads, sums), maxima = jax.lax.fori_loop(0, packed.micros[mini], more, zeros)
         metrics = {
             name.removeprefix("part/"): value if name.startswith("part/") else value / counts.tokens
-            for name, value in totals.items()
+            for name, value in sums.items()
         }
-        metrics |= {name: jnp.max(value) for name, value in maxima.items()}
-        return loss, grads, metrics
+        return loss, grads, metrics | maxima, jnp.any(mask)
 
-    def optimizer_step(carry: Any, mini: Batch) -> tuple[Any, dict[str, Array]]:
-        state, algorithm = carry
-        loss, grads, metrics = accumulate(state.trainable, mini, algorithm)
+    def optimizer_step(
+        state: ModelState, mini: Array, batch: Batch, packed: Packed, algorithm: AlgorithmState
+    ) -> tuple[ModelState, dict[str, Array]]:
+        loss, grads, metrics, some = accumulate(state.trainable, mini, batch, packed, algorithm)
         norm = optax.tree.norm(grads)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.any(mini.mask)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & some
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         moved = optax.apply_updates(state.trainable, updates)
         choose = partial(jax.tree.map, lambda new, old: jnp.where(good, new, old))
-        state = replace(
-            state,
-            trainable=choose(moved, state.trainable),
-            opt_state=choose(opt_state, state.opt_state),
-        )
-        return (state, algorithm), metrics | {
+        moved, opt_state = choose((moved, opt_state), (state.trainable, state.opt_state))
+        return replace(state, trainable=moved, opt_state=opt_state), metrics | {
             "loss": loss,
             "grad_norm": norm,
             "skipped": (~good).astype(jnp.float32),
-            "lr": schedule(optimizer_count(carry[0].opt_state)),
+            "lr": schedule(optimizer_count(state.opt_state)),
         }
 
-    def one_pass(carry: Any, key: Array) -> tuple[Any, dict[str, Array]]:
-        state, algorithm, batch = carry
-        minis = _mini_batches(batch, plan, key, mesh)
-        (state, algorithm), metrics = jax.lax.scan(optimizer_step, (state, algorithm), minis)
-        return (state, algorithm, batch), metrics
-
     def update(
-        state: ModelState, batch: Batch, algorithm: AlgorithmState, key: Array
+        state: ModelState, batch: Batch, packed: Packed, algorithm: AlgorithmState
     ) -> tuple[ModelState, dict[str, Array]]:
-        keys = jax.random.split(key, plan.epochs)
-        (state, _, _), metrics = jax.lax.scan(one_pass, (state, algorithm, batch), keys)
-        return state, jax.tree.map(lambda x: x.reshape(-1), metrics)
+        def step(state: ModelState, number: Array) -> tuple[ModelState, dict[str, Array]]:
+            mini = number % packed.members.shape[0]
+            return optimizer_step(state, mini, batch, packed, algorithm)
+
+        return jax.lax.scan(step, state, jnp.arange(plan.optimizer_steps))
 
     return jax.jit(update, donate_argnums=0)
-
-
-def _mini_batches(batch: Batch, plan: Plan, key: Array, mesh: Mesh) -> Batch:
-    """`[B ...]` as `[mini-batches, rows, ...]`: prompts in order, or whole groups in a drawn order."""
-
-    def one(x: Array, order: Array | None) -> Array:
-        grouped = x.reshape(plan.prompts, plan.group, *x.shape[1:])
-        if order is not None:
-            grouped = grouped[order]
-        minis = grouped.reshape(plan.mini_batches, plan.mini_prompts * plan.group, *x.shape[1:])
-        whole = minis.shape[1] % sharding.shards(mesh) == 0
-        placed = sharding.rows(mesh, axis=1) if whole else NamedSharding(mesh, PartitionSpec())
-        return jax.lax.with_sharding_constraint(minis, placed)
-
-    order = jax.random.permutation(key, plan.prompts) if plan.shuffle else None
-    return jax.tree.map(partial(one, order=order), batch)
 
 
 # Advantages ------------------------------------------------------------------------------------------------------------

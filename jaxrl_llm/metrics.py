@@ -1,4 +1,4 @@
-"""Numbers of a step: reduce them, count compilations, time phases; the sinks they go to are those of `sinks`.
+"""Numbers of a step: reduce them, watch compilations, time and trace phases; the sinks they go to are those of `sinks`.
 
 Names follow verl where verl has the number. The reductions take host arrays of the whole batch, so a mean is over all
 processes' rows or tokens; `merge_rows` is for parts that were reduced apart.
@@ -7,11 +7,15 @@ Left out on purpose: means of means, histograms.
 """
 
 import functools
+import logging
+import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -31,7 +35,9 @@ __all__ = [
     "CompileCounter",
     "MetricsLog",
     "Phases",
+    "Profiler",
     "Row",
+    "memory",
     "merge_rows",
     "open_sinks",
     "peak_rss_mb",
@@ -39,6 +45,7 @@ __all__ = [
     "read_rows",
     "redact",
     "redact_text",
+    "speed",
     "summarize_batch",
     "summarize_rollout",
     "throughput",
@@ -49,49 +56,166 @@ __all__ = [
 # --- counting and timing ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Compilation:
+    """A program that was compiled or loaded from the persistent cache: its name, its arguments (`float32[64,80]`), seconds."""
+
+    name: str
+    shapes: tuple[str, ...]
+    seconds: float
+
+
+class _Lowered(logging.Filter):
+    """Remembers the arguments of every program that JAX says it lowers; what was not to be printed before is still not."""
+
+    def __init__(self, own_level: int) -> None:
+        super().__init__()
+        self.own_level = own_level
+        self.shapes: dict[str, tuple[str, ...]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        args = record.args
+        if str(record.msg).startswith("Compiling") and isinstance(args, tuple) and len(args) > 1:
+            arrays = args[1] if isinstance(args[1], Sequence) else ()
+            self.shapes[str(args[0])] = tuple(str(array) for array in arrays)
+        return record.levelno >= (self.own_level or logging.getLogger("jax").getEffectiveLevel())
+
+
 @functools.cache
-def _compile_seconds() -> list[float]:
-    """One entry per compilation of this process since the first call; the listener is registered once."""
+def _compilations() -> list[Compilation]:
+    """One entry per compilation of this process since the first call; filter and listener are registered once.
+
+    JAX reports shapes on a logger of its own, at DEBUG level, when it lowers a program, and name and seconds as an event when it
+    has compiled it. Both happen per compilation, so a step without one costs nothing.
+    """
     import jax
 
-    seconds: list[float] = []
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    lowered, compiled = _Lowered(logger.level), list[Compilation]()
+    logger.addFilter(lowered)
+    logger.setLevel(logging.DEBUG)
 
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration_secs)
+            name = str(about.get("fun_name", "a program"))
+            shapes = lowered.shapes.pop(name, ())
+            compiled.append(Compilation(name, shapes, duration_secs))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return seconds
+    return compiled
+
+
+NAMED = 3
+"""Recompilations named per step, and differences per recompilation; the others are counted."""
+TOLD = 10
+"""Steps of a run whose recompilations are named; later ones only count in `perf/recompilations`."""
 
 
 class CompileCounter:
-    """Counts XLA compilations of this process, loads from the persistent cache included, from its creation on."""
+    """Counts XLA compilations of this process, loads from the persistent cache included, from its creation on.
+
+    What compiles while a `phase` runs for the first time is expected; what compiles in a later run of it is a recompilation and
+    is named by `news`. Outside of phases everything is expected.
+    """
 
     def __init__(self) -> None:
-        self._seen = len(_compile_seconds())
+        self._log = _compilations()
+        self._seen = self._booked = len(self._log)
+        self._open, self._warm = list[str](), set[str]()
+        self._late = list[int]()
+        self._late_seen = self._late_told = self._told = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Compilations in here belong to this phase, those in a phase inside it to that one."""
+        self._book()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._open.pop()
+            self._warm.add(name)
+
+    def _book(self) -> None:
+        fresh = range(self._booked, len(self._log))
+        self._booked += len(fresh)
+        if self._open and self._open[-1] in self._warm:
+            self._late += fresh
 
     def delta(self) -> int:
         """Compilations since the last call of `delta` or `row` (first call: since creation)."""
         return int(self.row()["perf/compilations"])
 
     def row(self) -> Row:
-        """`perf/compilations` and the seconds they took, `perf/compile_s`, since the last call."""
-        fresh = _compile_seconds()[self._seen :]
+        """`perf/compilations`, the seconds they took, `perf/compile_s`, and `perf/recompilations` since the last call."""
+        fresh = self._log[self._seen :]
+        late = len(self._late) - self._late_seen
         self._seen += len(fresh)
-        return {"perf/compilations": len(fresh), "perf/compile_s": sum(fresh)}
+        self._late_seen += late
+        return {
+            "perf/compilations": len(fresh),
+            "perf/compile_s": sum(one.seconds for one in fresh),
+            "perf/recompilations": late,
+        }
+
+    def news(self, step: int) -> list[str]:
+        """A line for each recompilation since the last call, what changed included: at most `NAMED`, then a count of the rest."""
+        late = self._late[self._late_told :]
+        self._late_told += len(late)
+        if not late or self._told > TOLD:
+            return []
+        self._told += 1
+        if self._told > TOLD:
+            return [
+                "warning: more recompilations; from now on they only count in perf/recompilations"
+            ]
+        lines = [_name(self._log[at], self._log[:at], step) for at in late[:NAMED]]
+        if len(late) > NAMED:
+            lines.append(f"warning: and {len(late) - NAMED} more recompilations at step {step}")
+        return lines
+
+
+def _name(one: Compilation, earlier: Sequence[Compilation], step: int) -> str:
+    """Which program was compiled, and how its arguments differ from the most similar ones it was compiled for before."""
+    before = [other.shapes for other in earlier if other.name == one.name]
+    if not before:
+        return f"warning: compiled {one.name} at step {step}, after warm-up ({one.seconds:.1f} s)"
+
+    def changes(old: tuple[str, ...]) -> list[str]:
+        if len(old) != len(one.shapes):
+            return [f"{len(one.shapes)} arrays instead of {len(old)}"] * (1 + len(one.shapes))
+        pairs = zip(one.shapes, old, strict=True)
+        return [f"{new} instead of {was}" for new, was in pairs if new != was]
+
+    found = list(dict.fromkeys(sorted((changes(old) for old in reversed(before)), key=len)[0]))
+    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    why = ", ".join(found[:NAMED]) + more if found else "equal shapes; something static is new"
+    return (
+        f"warning: recompiled {one.name} at step {step} ({one.seconds:.1f} s): {why}; lengths or batch sizes that vary cost a "
+        "compilation each"
+    )
 
 
 class Phases:
-    """Wall-clock seconds per phase: `with phases("gen"): ...` adds to `timing_s/gen`; a nested phase counts in both."""
+    """Wall-clock seconds per phase: `with phases("gen"): ...` adds to `timing_s/gen`; a nested phase counts in both.
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._seconds = clock, dict[str, float]()
+    `around(name)` is entered with every phase, for instance `CompileCounter.phase`.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        around: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ):
+        self._clock, self._around, self._seconds = clock, around, dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = self._clock()
         try:
-            yield
+            with self._around(name):
+                yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
 
@@ -104,16 +228,88 @@ class Phases:
         self._seconds.clear()
 
 
+class Profiler:
+    """JAX traces of chosen steps: `with profiler(step): ...` leaves one in `<folder>/step_<N>` and says where it lies.
+
+    A profiler that fails is said once and never ends a run.
+    """
+
+    def __init__(self, folder: Path, steps: Collection[int], say: Callable[[str], None]):
+        self._folder, self._steps, self._say = folder, frozenset(steps), say
+        self._complained = False
+
+    @contextmanager
+    def __call__(self, step: int) -> Iterator[None]:
+        import jax
+
+        target = self._folder / f"step_{step}"
+        begun = step in self._steps and self._done(
+            step, lambda: jax.profiler.start_trace(str(target))
+        )
+        try:
+            yield
+        finally:
+            if begun and self._done(step, jax.profiler.stop_trace):
+                self._say(f"trace of step {step}: {target} (tensorboard --logdir shows it)")
+
+    def _done(self, step: int, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except Exception as problem:
+            if not self._complained:
+                about = f"{type(problem).__name__}: {problem}"
+                self._say(f"warning: no trace of step {step} ({about}); the run goes on")
+            self._complained = True
+            return False
+        return True
+
+
 def peak_rss_mb() -> float:
     """The largest resident memory of this process so far, in MB (2^20 bytes)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+def memory() -> Row:
+    """`perf/peak_rss_mb` and, where the system tells (Linux), the resident memory of this moment, `perf/rss_mb`."""
+    row: Row = {"perf/peak_rss_mb": peak_rss_mb()}
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        row["perf/rss_mb"] = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    return row
+
+
 def throughput(tokens: int, seconds: float, devices: int) -> Row:
     """Tokens per second and device of a step, `tokens` counted over all devices; no speed where no time passed."""
     row: Row = {"perf/total_num_tokens": int(tokens), "perf/time_per_step": float(seconds)}
     return row | ({"perf/throughput": tokens / seconds / devices} if seconds > 0 else {})
+
+
+def speed(
+    *,
+    step_flops: float,
+    step_seconds: float,
+    update_flops: float,
+    update_seconds: float,
+    devices: int,
+    peak: float | None,
+) -> Row:
+    """FLOPs over time, of the whole step and of its updates alone (`.../update`); FLOPs as in `flops.step`, over all devices.
+
+    `perf/tflops_per_device = flops / seconds / devices / 1e12`, and `perf/mfu = flops / (seconds * devices * peak)`, which is
+    absent where the `peak` FLOP/s of a device is unknown (`None`). Where no time passed there is no speed.
+    """
+    row: Row = {}
+    for name, flops, seconds in (
+        ("", step_flops, step_seconds),
+        ("/update", update_flops, update_seconds),
+    ):
+        if seconds > 0:
+            rate = flops / seconds / devices
+            row[f"perf/tflops_per_device{name}"] = rate / 1e12
+            if peak is not None:
+                row[f"perf/mfu{name}"] = rate / peak
+    return row
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm import learner, sharding, tokenizer
+from jaxrl_llm import learner, scoring, sharding, tokenizer
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.config import Config, needs_critic
 from jaxrl_llm.knobs import OptimKnobs
-from jaxrl_llm.models import families, gguf, heads, transformer, weights
+from jaxrl_llm.models import families, gguf, heads, kernels, transformer, weights
 from jaxrl_llm.paths import is_gguf, resolve_model_path
 from jaxrl_llm.records import Counters, ModelState, Params, TrainState
 
@@ -28,7 +28,7 @@ from jaxrl_llm.records import Counters, ModelState, Params, TrainState
 class Trained:
     """One trained network: how it runs, its optimizer, where its parameters lie, its compiled update."""
 
-    network: learner.Network
+    network: scoring.Network
     path: str
     optimizer: optax.GradientTransformation
     shardings: Params
@@ -102,7 +102,13 @@ def _trained(
         shardings = {"trunk": shardings, "value_head": {"kernel": sharding.replicated(mesh)}}
         head = jax.ShapeDtypeStruct((model.width,), jnp.float32)
         abstract = {"trunk": abstract, "value_head": {"kernel": head}}
-    network = learner.Network(model, mesh, compute_dtype(config.model.compute_dtype), remat)
+    network = scoring.Network(
+        model,
+        mesh,
+        compute_dtype(config.model.compute_dtype),
+        "full" if remat else "dots",
+        attention_kind(config),
+    )
     schedule = optimizers.make_schedule(optim, total_steps * plan.optimizer_steps)
     optimizer = optimizers.make_optimizer(optim, schedule)
     if critic:
@@ -119,21 +125,14 @@ def _critic(
     config: Config,
     mesh: Mesh,
     opened: tuple[families.ModelConfig, Any],
-    plan: learner.Plan,
     total: int,
 ) -> Trained:
     knobs = config.critic
     path = knobs.path or config.model.path
     if path != config.model.path:
         opened = open_model(path)
-    plan = replace(
-        plan,
-        epochs=knobs.ppo_epochs or plan.epochs,
-        mini_prompts=knobs.ppo_mini_batch_size or plan.mini_prompts,
-        micro_rows=knobs.ppo_micro_batch_size_per_device,
-    )
     return _trained(
-        config, mesh, path, opened, optim=knobs.optim, plan=plan, total_steps=total,
+        config, mesh, path, opened, optim=knobs.optim, plan=critic_plan(config), total_steps=total,
         remat=bool(knobs.enable_gradient_checkpointing), critic=True, on_policy=False,
     )  # fmt: skip
 
@@ -162,20 +161,33 @@ def trained_networks(
         config, mesh, config.model.path, opened, optim=config.actor.optim, plan=plan, total_steps=total_steps,
         remat=config.model.enable_gradient_checkpointing, critic=False, on_policy=plan.optimizer_steps == 1,
     )  # fmt: skip
-    critic = _critic(config, mesh, opened, plan, total_steps) if needs_critic(config) else None
+    critic = _critic(config, mesh, opened, total_steps) if needs_critic(config) else None
     return actor, critic
 
 
 def plan_of(config: Config) -> learner.Plan:
-    """How the policy's batch is cut into passes, mini-batches and micro-batches."""
+    """How the policy's batch is cut into passes and mini-batches."""
     return learner.Plan(
         prompts=config.data.train_batch_size,
-        group=config.rollout.n,
         epochs=config.actor.ppo_epochs,
         mini_prompts=config.actor.ppo_mini_batch_size,
-        micro_rows=config.actor.ppo_micro_batch_size_per_device,
         shuffle=config.actor.shuffle,
     )
+
+
+def critic_plan(config: Config) -> learner.Plan:
+    """How the critic's batch is cut into passes and mini-batches."""
+    plan, knobs = plan_of(config), config.critic
+    return replace(
+        plan,
+        epochs=knobs.ppo_epochs or plan.epochs,
+        mini_prompts=knobs.ppo_mini_batch_size or plan.mini_prompts,
+    )
+
+
+def attention_kind(config: Config) -> str:
+    """`model.attention` with `auto` resolved for this platform."""
+    return kernels.choose(config.model.attention, jax.default_backend())
 
 
 def _first_params(trained: Trained, critic: bool) -> Params:

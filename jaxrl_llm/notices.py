@@ -128,6 +128,14 @@ UNUSED: tuple[tuple[str, Why], ...] = (
         ),
     ),
     (
+        "actor.ppo_micro_batch_size_per_device",
+        lambda c: c.actor.use_dynamic_bsz and "actor.use_dynamic_bsz bounds tokens instead",
+    ),
+    (
+        "actor.ppo_max_token_len_per_device",
+        lambda c: not c.actor.use_dynamic_bsz and "actor.use_dynamic_bsz is off",
+    ),
+    (
         "trainer.log_completions_count",
         lambda c: c.trainer.log_completions_freq is None and "trainer.log_completions_freq is none",
     ),

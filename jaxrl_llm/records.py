@@ -80,16 +80,11 @@ class Rollout:
 class Batch:
     """A rollout on the devices with everything the update needs, rows `B` sharded over the data axes.
 
-    `tokens [B T]` is the left-padded prompt followed by the right-padded response, `segments [B T]` 1 on real tokens and 0 on
-    padding, `positions [B T]` counted from the first real token. Everything else is per response token `[B Tr]` or per row
-    `[B]`; the response occupies the last `Tr` columns. `mask` marks trained tokens, `valid` rows that may enter statistics,
-    `group_ids` the prompt of a row. `weights` are sampler/trainer correction weights (ones without correction);
+    Everything is per response token `[B Tr]` or per row `[B]`; the tokens themselves lie in packed rows (`packing.Packed`). `mask`
+    marks trained tokens, `valid` rows that may enter statistics, `group_ids` the prompt of a row. `weights` are sampler/trainer correction weights (ones without correction);
     `bootstrap` the value after the last token of a truncated response.
     """
 
-    tokens: Array
-    segments: Array
-    positions: Array
     mask: Array
     sampler_logprobs: Array
     scores: Array

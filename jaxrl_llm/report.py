@@ -12,6 +12,7 @@ from jaxrl_llm.console import completions_table
 from jaxrl_llm.knobs import RewardKnobs
 from jaxrl_llm.records import Batch, Prompt, Rollout
 from jaxrl_llm.rewards.grader import Grade, summarize
+from jaxrl_llm.rollout.engine import Stats
 
 Row = dict[str, Any]
 
@@ -28,6 +29,20 @@ def rollout_row(parts: Parts, rollout: Rollout, grades: Sequence[Grade], scores:
         max_prompt_length=parts.config.data.max_prompt_length,
         answer_found=None if None in found else np.array(found, bool),
     )
+
+
+def engine_row(stats: Stats, seconds: float, devices: int) -> Row:
+    """What a rollout cost: share of slots in use, decode steps, prompt tokens read, response tokens per second (and per device)."""
+    row: Row = {
+        "rollout/slot_utilisation": stats.slot_utilisation,
+        "rollout/decode_steps": stats.decode_steps,
+        "rollout/prefill_tokens": stats.prefill_tokens,
+        "rollout/generated_tokens": stats.generated_tokens,
+    }
+    if seconds > 0:
+        row["rollout/tokens_per_s"] = stats.generated_tokens / seconds
+        row["rollout/tokens_per_s_per_device"] = stats.generated_tokens / seconds / devices
+    return row
 
 
 def batch_row(batch: Batch) -> Row:

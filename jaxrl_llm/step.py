@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import assembly, evaluation, fault, metrics, packing, report, runtime, sharding
@@ -21,12 +20,15 @@ from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.config import needs_reference
 from jaxrl_llm.console import Progress
 from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.layouts import pack_all
+from jaxrl_llm.packing import Layout, Packed
 from jaxrl_llm.records import Batch, Prompt, Rollout, TrainState
 from jaxrl_llm.rewards.grader import Grade, Grader, Sample, broken_batch
 from jaxrl_llm.rollout import sampling
-from jaxrl_llm.rollout.engine import generate
+from jaxrl_llm.rollout.engine import Stats, generate
 
 Row = dict[str, Any]
+Packs = dict[Layout, Packed]
 
 EXAMPLES = 3
 """Responses that an alarm about answers can show."""
@@ -59,6 +61,7 @@ class Graded:
     rollout: Rollout
     texts: list[str]
     grades: list[Grade]
+    stats: Stats
 
 
 def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
@@ -89,67 +92,77 @@ def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Trai
     _tell_first_failure(run, graded.grades)
     scores = np.array([grade.score for grade in graded.grades], np.float64)
     row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
+    row |= report.engine_row(
+        graded.stats, phases.row().get("timing_s/gen", 0.0), parts.rollout_mesh.size
+    )
     count = max(config.trainer.log_completions_count, EXAMPLES)
     run.samples = report.samples(prompts, graded.texts, scores, config.rollout.n, count)
     if not np.isfinite(scores).any():
         return state, row, 0
-    batch = _score(parts, run, state, graded.rollout, scores)
+    batch, packs, packed_as = _score(parts, run, state, graded.rollout, scores, step)
+    row |= packed_as
     with phases("adv"):
         batch, algorithm, numbers = parts.prepare(batch, state.algorithm)
         row |= {name: float(value) for name, value in numbers.items()} | report.batch_row(batch)
     fault.point("after_advantage", step)
     run.signals.poll()
     fault.point("before_update", step)
-    state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, step)
+    state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, packs, step)
     return state, row | numbers, report.tokens(graded.rollout, config.rollout.n)
 
 
 def _score(
-    parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: np.ndarray
-) -> Batch:
-    """Rows on the devices with the log-probs and values that the advantages and the loss need."""
-    config, phases = parts.config, run.phases
-    cut = config.model.use_remove_padding
-    widths = packing.widths(rollout, parts.engine.prompt_buckets, parts.response_buckets, cut)
-    valid = np.isfinite(scores)
-    batch = sharding.put_rows(parts.mesh, packing.make_rows(rollout, scores, valid, *widths))
-    temperature = jnp.float32(parts.temperature)
+    parts: Parts, run: Run, state: TrainState, rollout: Rollout, scores: np.ndarray, step: int
+) -> tuple[Batch, Packs, Row]:
+    """The batch on the devices with the log-probs and values that the advantages and the loss need, its packed rows, and what
+    packing came to."""
+    config, phases, layouts = parts.config, run.phases, parts.layouts
+    with phases("pack"):
+        host = packing.make_batch(
+            rollout, scores, np.isfinite(scores), config.data.max_response_length
+        )
+        batch = sharding.put_rows(parts.mesh, host)
+        seed = config.trainer.seed or 0
+        packs, row = pack_all(layouts, rollout, parts.mesh, seed=seed, step=step)
+    temperature = np.float32(parts.temperature)
     run.signals.poll()
     if parts.old_logprobs_needed:
         with phases("old_log_prob"):
-            old = parts.score(state.actor.trainable, batch, temperature).logprobs
+            old = parts.score(state.actor.trainable, packs[layouts.score], temperature).logprobs
             batch = replace(batch, old_logprobs=jax.block_until_ready(old))
         run.signals.poll()
     if needs_reference(config):
         with phases("ref"):
             reference = assembly.reference_on_device(parts)
-            frozen = parts.score_reference(reference, batch, temperature).logprobs
+            frozen = parts.score(reference, packs[layouts.reference], temperature).logprobs
             batch = replace(batch, ref_logprobs=jax.block_until_ready(frozen))
         run.signals.poll()
     if state.critic is not None and parts.values is not None:
         with phases("values"):
-            values = parts.values(state.critic.trainable, batch)
+            values = parts.values(state.critic.trainable, packs[layouts.critic])
             batch = replace(batch, values=jax.block_until_ready(values))
         run.signals.poll()
-    return batch
+    return batch, packs, row
 
 
 def _update(
-    parts: Parts, run: Run, state: TrainState, batch: Batch, step: int
+    parts: Parts, run: Run, state: TrainState, batch: Batch, packs: Packs, step: int
 ) -> tuple[TrainState, Row]:
     """Critic first, then the policy (not during the critic's warm-up); the old state is donated."""
-    config = parts.config
+    config, layouts = parts.config, parts.layouts
     row: Row = {}
-    key = jax.random.fold_in(jax.random.key(config.trainer.seed or 0), step)
-    key = jax.random.fold_in(key, sampling.SHUFFLE)
     if parts.critic is not None and state.critic is not None:
         with run.phases("update_critic"):
-            critic, numbers = parts.critic.update(state.critic, batch, state.algorithm, key)
+            critic, numbers = parts.critic.update(
+                state.critic, batch, packs[layouts.critic], state.algorithm
+            )
             row |= report.critic_row(jax.device_get(numbers))
         state = replace(state, critic=critic)
     if parts.critic is None or step > config.trainer.critic_warmup:
         with run.phases("update_actor"):
-            actor, numbers = parts.actor.update(state.actor, batch, state.algorithm, key)
+            actor, numbers = parts.actor.update(
+                state.actor, batch, packs[layouts.actor], state.algorithm
+            )
             row |= report.actor_row(jax.device_get(numbers), gap=not parts.old_logprobs_needed)
         state = replace(state, actor=actor)
     return state, row
@@ -171,8 +184,7 @@ def sample(
     )
     keys, texts = {}, {}
 
-    def hand_over(first: int, row: int, ids: list[int]) -> None:
-        index = first + row
+    def hand_over(index: int, ids: list[int]) -> None:
         keys[index], texts[index] = next(run.keys), parts.tokenizer.decode(ids)
         prompt = prompts[index // n]
         run.grader.submit(
@@ -193,7 +205,7 @@ def sample(
 
     timed = run.phases if kind == "train" else lambda name: nullcontext()
     with timed("gen"):
-        rollout = generate(
+        rollout, stats = generate(
             parts.engine,
             assembly.rollout_params(parts, state.actor.trainable),
             prompts,
@@ -212,7 +224,7 @@ def sample(
         run.signals.poll()
         grades = run.grader.collect(keys.values())
     rows = range(0 if rollout.bad else len(prompts) * n)
-    return Graded(rollout, [texts[row] for row in rows], [grades[keys[row]] for row in rows])
+    return Graded(rollout, [texts[row] for row in rows], [grades[keys[row]] for row in rows], stats)
 
 
 def _sampling(parts: Parts, kind: str) -> sampling.Sampling:
@@ -288,7 +300,7 @@ def _count(parts: Parts, state: TrainState, step: int, *, bad: bool, skipped: in
 
 def scalar(parts: Parts, value: int) -> jax.Array:
     """A host count as it lies in the state: int32, replicated."""
-    return jax.device_put(jnp.int32(value), sharding.replicated(parts.mesh))
+    return jax.device_put(np.int32(value), sharding.replicated(parts.mesh))
 
 
 def _common(parts: Parts, run: Run, state: TrainState, step: int, tokens: int) -> Row:

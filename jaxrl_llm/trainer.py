@@ -65,6 +65,7 @@ def train(config: Config) -> int:
             Progress(parts.total_steps, start) as progress,
         ):
             grader.prestart()
+            compilations = metrics.CompileCounter()
             run = Run(
                 folder=folder,
                 signals=signals,
@@ -73,8 +74,8 @@ def train(config: Config) -> int:
                 log=log,
                 progress=progress,
                 saver=saver,
-                phases=metrics.Phases(),
-                compilations=metrics.CompileCounter(),
+                phases=metrics.Phases(around=compilations.phase),
+                compilations=compilations,
                 history=[row for row in metrics.read_rows(folder) if row["step"] > 0],
             )
             for name, old in manifest.get("rewards", {}).items():
@@ -154,6 +155,10 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
     stream, pending = parts.stream.state(), None
     saved_step = int(state.step) if manifest else None
     blocked = 0.0
+    traced = metrics.Profiler(run.folder / "profile", knobs.profile_steps, run.progress.say)
+    never = [step for step in knobs.profile_steps if not 0 < step <= parts.total_steps]
+    if never:
+        say(f"trainer.profile_steps: {never} are no steps of this run (1 to {parts.total_steps})")
 
     def save(pending: Row | None = None) -> None:
         run.saver.save(
@@ -180,7 +185,8 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
             run.log.write(0, row | run.phases.row())
             run.progress.say(_accuracy(row, 0))
         for step in range(int(state.step) + 1, parts.total_steps + 1):
-            state, row = train_step(parts, run, state, step)
+            with traced(step):
+                state, row = train_step(parts, run, state, step)
             row["timing_s/save_checkpoint"] = run.saver.blocked_seconds - blocked
             blocked = run.saver.blocked_seconds
             stream, pending = parts.stream.state(), row
@@ -224,6 +230,8 @@ def _close_step(parts: Parts, run: Run, state: TrainState, step: int, row: Row) 
     run.log.write(step, row)
     if "console" in knobs.logger:
         run.progress.step(step, row)
+    for line in run.compilations.news(step):
+        run.progress.say(line)
     control = parts.config.algorithm.kl_ctrl
     target = control.target_kl if control.type == "adaptive" else None
     texts = [sample["response"] for sample in run.samples]

@@ -1,4 +1,8 @@
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,13 +13,17 @@ import pytest
 from jaxrl_llm.metrics import (
     CompileCounter,
     Phases,
+    Profiler,
+    memory,
     merge_rows,
     peak_rss_mb,
+    speed,
     summarize_batch,
     summarize_rollout,
     throughput,
 )
 from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP
+from tests import rig
 
 
 def test_compile_counter_counts_new_programs_only():
@@ -31,6 +39,159 @@ def test_compile_counter_counts_new_programs_only():
     f(jnp.ones(4))
     row = other.row()
     assert row["perf/compilations"] == counter.delta() >= 1 and row["perf/compile_s"] > 0
+
+
+# Recompilations, by name ---------------------------------------------------------------------------------------------
+
+
+def test_a_changed_shape_is_named_once_its_phase_is_warm(capfd):
+    watch = CompileCounter()
+
+    def update(x, y, z):
+        return x @ y + z
+
+    jitted = jax.jit(update)
+    arrays = [np.ones((64, width), np.float32) for width in (64, 80, 96)]
+    square, one = np.ones((64, 64), np.float32), np.float32(1)
+    for x in (arrays[0].T, arrays[1].T):  # warm-up, whatever compiles
+        with watch.phase("update"):
+            jitted(x, square, one)
+    assert watch.news(2)[0].startswith("warning: recompiled jit(update) at step 2 ("), "2nd run"
+    with watch.phase("update"):
+        jitted(arrays[0].T, square, one)
+    assert watch.news(3) == []
+    with watch.phase("update"):
+        jitted(arrays[2].T, square, one)
+    [line] = watch.news(12)
+    assert line.startswith("warning: recompiled jit(update) at step 12 (")
+    assert "s): float32[96,64] instead of float32[80,64]; lengths or batch sizes that vary" in line
+    row = watch.row()
+    assert (row["perf/compilations"], row["perf/recompilations"]) == (3, 2)
+    assert watch.news(13) == [] and watch.row()["perf/recompilations"] == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_first_run_of_every_phase_is_expected_and_so_is_what_lies_outside():
+    watch = CompileCounter()
+    phases = Phases(around=watch.phase)
+
+    def compile_one(number):
+        jax.jit(lambda x: x * number - 1)(np.float32(2))
+
+    with phases("step"):
+        with phases("gen"):
+            compile_one(1)
+        compile_one(2)
+    compile_one(3)
+    with phases("testing"):
+        compile_one(4)
+    assert watch.news(1) == []
+    with phases("step"):
+        with phases("gen"):
+            pass
+        with phases("update_actor"):  # not during a critic's warm-up
+            compile_one(5)
+    assert watch.news(2) == []
+    compile_one(6)
+    with phases("step"), phases("gen"):
+        compile_one(7)
+    [line] = watch.news(3)
+    assert "at step 3" in line
+    assert watch.row()["perf/compilations"] == 7
+    with phases("testing"):
+        compile_one(8)
+    assert len(watch.news(4)) == 1 and watch.row()["perf/recompilations"] == 1
+
+
+def test_what_changed_is_told_in_words():
+    watch = CompileCounter()
+
+    def total(*arrays):
+        return sum(array.sum() for array in arrays)
+
+    with watch.phase("a"):
+        jax.jit(total)(*[np.ones(3, np.float32)] * 5)
+        jax.jit(total)(np.ones(3, np.float32))
+    with watch.phase("a"):
+        jax.jit(total)(*[np.ones(size, np.float32) for size in (4, 5, 6, 7, 3)])
+    [line] = watch.news(1)
+    changes = [f"float32[{size}] instead of float32[3]" for size in (4, 5, 6)]
+    assert f"{', '.join(changes)} and 1 more; lengths" in line
+    with watch.phase("a"):
+        jax.jit(total)(*[np.ones(3, np.float32)] * 4)
+    assert ": 4 arrays instead of " in watch.news(2)[0]
+    with watch.phase("a"):
+        jax.jit(lambda x: total(x) + 7)(np.ones(3, np.float32))
+    assert watch.news(3)[0].startswith("warning: ")
+    with watch.phase("a"):
+        for scale in range(2):
+
+            def scaled(x, scale=scale):
+                return x * scale + 11
+
+            jax.jit(scaled)(np.ones(3, np.float32))
+    lines = watch.news(4)
+    assert lines[0].startswith("warning: compiled jit(scaled) at step 4, after warm-up (")
+    assert "s): equal shapes; something static is new; " in lines[1]
+
+
+def test_many_recompilations_are_counted_not_listed():
+    watch = CompileCounter()
+    jitted = jax.jit(lambda x: x + 5)
+    with watch.phase("a"):
+        pass
+    said = []
+    for step in range(1, 15):
+        with watch.phase("a"):
+            for size in range(1, 6) if step == 1 else [step * 10]:
+                jitted(np.ones(size, np.float32))
+        said.append(watch.news(step))
+    assert len(said[0]) == 4 and said[0][3] == "warning: and 2 more recompilations at step 1"
+    assert [len(lines) for lines in said[1:]] == [1] * 10 + [0] * 3
+    assert "from now on" in said[10][0] and "at step 10 " in said[9][0]
+    assert watch.row()["perf/recompilations"] == 5 + 13
+
+
+WATCHED = """
+import sys, logging, json
+logging.basicConfig(level=logging.WARNING)
+import jax, numpy as np
+from jaxrl_llm.metrics import CompileCounter
+watch = CompileCounter()
+def update(x):
+    return jax.numpy.sin(x) @ x.T
+jitted = jax.jit(update)
+for width in (5, 6):
+    with watch.phase("update"):
+        jitted(np.ones((4, width), np.float32))
+print(json.dumps([watch.row(), watch.news(2)]))
+logging.getLogger("jax").setLevel(logging.DEBUG)
+jitted(np.ones((4, 7), np.float32))
+"""
+
+
+def test_programs_from_the_persistent_cache_count_and_jax_prints_only_what_it_printed(tmp_path):
+    rows = []
+    for _ in range(2):
+        environment = rig.environment() | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", WATCHED],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+        )
+        quiet, _, loud = done.stderr.partition("Compiling jit(update)")
+        assert quiet == "" or "DEBUG" in quiet, "only what was asked for is printed"
+        assert "float32[4,7]" in loud and "float32[4,6]" not in done.stderr
+        rows.append(json.loads(done.stdout))
+        assert any(path.name.startswith("jit_update") for path in tmp_path.iterdir())
+    for row, lines in rows:
+        assert (row["perf/compilations"], row["perf/recompilations"]) == (2, 1)
+        assert "float32[4,6] instead of float32[4,5]" in lines[0]
+
+
+# Clocks, traces, memory, speed -----------------------------------------------------------------------------------------
 
 
 def test_phases_add_up_and_reset():
@@ -49,6 +210,69 @@ def test_phases_add_up_and_reset():
 
 def test_peak_memory_is_in_megabytes():
     assert 20 < peak_rss_mb() < 200_000
+
+
+def test_memory_of_this_moment_follows_what_is_held():
+    before = memory()
+    held = np.ones(64 * 2**20 // 8)
+    during = memory()
+    del held
+    after = memory()
+    assert 20 < before["perf/rss_mb"] <= before["perf/peak_rss_mb"] + 1
+    assert during["perf/rss_mb"] - before["perf/rss_mb"] == pytest.approx(64, abs=8)
+    assert during["perf/rss_mb"] - after["perf/rss_mb"] == pytest.approx(64, abs=8)
+
+
+def test_chosen_steps_leave_a_trace_each(tmp_path):
+    said = []
+    traced = Profiler(tmp_path / "profile", (2, 3), said.append)
+    for step in range(1, 5):
+        with traced(step):
+            jnp.arange(4).sum().block_until_ready()
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["step_2", "step_3"]
+    for number, step in enumerate((2, 3)):
+        folder = tmp_path / "profile" / f"step_{step}"
+        assert [path.stat().st_size > 0 for path in folder.rglob("*.xplane.pb")] == [True]
+        assert said[number].startswith(f"trace of step {step}: {folder} ")
+    assert len(said) == 2
+
+
+def test_a_profiler_that_fails_is_said_once_and_an_error_of_the_step_passes(tmp_path, monkeypatch):
+    said = []
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: Path(folder).mkdir())
+    traced = Profiler(tmp_path / "taken", (1, 2), said.append)
+    for step in (1, 2):
+        with traced(step):
+            pass
+    assert len(said) == 1 and said[0].startswith("warning: no trace of step 1 (NotADirectoryError:")
+    assert said[0].endswith("; the run goes on")
+    stopped = []
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped.append(True))
+    with pytest.raises(KeyboardInterrupt), Profiler(tmp_path, (1,), said.append)(1):
+        raise KeyboardInterrupt
+    assert stopped == [True]
+
+
+def test_speed_by_hand():
+    row = speed(
+        step_flops=8e12,
+        step_seconds=4.0,
+        update_flops=3e12,
+        update_seconds=0.5,
+        devices=2,
+        peak=10e12,
+    )
+    assert row == {
+        "perf/tflops_per_device": 1.0,
+        "perf/mfu": pytest.approx(0.1),
+        "perf/tflops_per_device/update": 3.0,
+        "perf/mfu/update": pytest.approx(0.3),
+    }
+    unknown = speed(
+        step_flops=8e12, step_seconds=4, update_flops=0, update_seconds=0, devices=2, peak=None
+    )
+    assert unknown == {"perf/tflops_per_device": 1.0}
 
 
 def test_throughput_by_hand():

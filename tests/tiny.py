@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import learner, sharding
+from jaxrl_llm import learner, packing, scoring, sharding
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.models import families, transformer
-from jaxrl_llm.records import AlgorithmState, Batch
+from jaxrl_llm.records import AlgorithmState, Batch, Rollout
 
 HF = {
     "model_type": "llama",
@@ -41,9 +41,9 @@ def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     return sharding.make_mesh(shape, jax.devices()[: data * fsdp * tensor])
 
 
-def network(on: jax.sharding.Mesh, remat: bool = False) -> learner.Network:
+def network(on: jax.sharding.Mesh, remat: str = "dots", **changes: Any) -> scoring.Network:
     """The tiny model on a mesh, float32."""
-    return learner.Network(model(), on, jnp.dtype("float32"), remat)
+    return scoring.Network(model(), on, jnp.dtype("float32"), remat, **changes)
 
 
 def params(on: jax.sharding.Mesh, scale: float = 8.0) -> Any:
@@ -55,38 +55,84 @@ def params(on: jax.sharding.Mesh, scale: float = 8.0) -> Any:
     return jax.device_put(values, placed)
 
 
-def ragged_batch(groups: int = 4, group: int = 3, prompt: int = 5, response: int = 7) -> Batch:
+def ragged(
+    groups: int = 4, group: int = 3, prompt: int = 5, response: int = 7
+) -> tuple[Rollout, Batch]:
     """Host rows of uneven lengths: one without trained tokens, one truncated (full width); values of every kind filled in."""
     random = np.random.default_rng(0)
     rows = groups * group
-    width = prompt + response
-    prompt_lengths = np.repeat(random.integers(1, prompt + 1, groups), group)
+    prompt_lengths = random.integers(1, prompt + 1, groups)
     lengths = random.integers(1, response, rows)
     lengths[1] = response
-    columns = np.arange(width)[None, :]
-    real = (columns >= (prompt - prompt_lengths)[:, None]) & (columns < (prompt + lengths)[:, None])
-    mask = np.arange(response)[None, :] < lengths[:, None]
+    heads = random.integers(3, 29, (groups, prompt)).astype(np.int32)
+    heads = np.where(np.arange(prompt) >= (prompt - prompt_lengths)[:, None], heads, 0)
+    within = np.arange(response)[None, :] < lengths[:, None]
+    tokens = np.where(within, random.integers(3, 29, (rows, response)), 0).astype(np.int32)
+    mask = within.copy()
     mask[5] = False
 
     def noise(scale: float = 1.0) -> np.ndarray:
         return (scale * random.standard_normal((rows, response))).astype(np.float32)
 
     logprobs = -np.abs(noise(2.0)) - 2.0
-    return Batch(
-        tokens=np.where(real, random.integers(3, 29, (rows, width)), 0).astype(np.int32),
-        segments=real.astype(np.int32),
-        positions=np.where(real, columns - (prompt - prompt_lengths)[:, None], 0).astype(np.int32),
-        mask=mask,
+    rollout = Rollout(
+        prompt_tokens=heads,
+        prompt_lengths=prompt_lengths,
+        response_tokens=tokens,
+        response_lengths=lengths,
+        response_mask=within,
+        loss_mask=mask,
         sampler_logprobs=logprobs,
-        scores=random.integers(0, 2, rows).astype(np.float32),
-        group_ids=np.repeat(np.arange(groups, dtype=np.int32), group),
-        valid=np.ones(rows, bool),
+        filtered_logprobs=None,
+        end_reason=np.zeros(rows, int),
+        policy_step=np.zeros(rows, int),
+    )
+    scores = random.integers(0, 2, rows).astype(np.float32)
+    batch = packing.make_batch(rollout, scores, np.ones(rows, bool), response)
+    return rollout, batch.replace(
         old_logprobs=logprobs,
         ref_logprobs=logprobs + noise(0.1),
         values=noise(),
         advantages=noise(),
         returns=noise(),
     )
+
+
+def ragged_batch(**sizes: int) -> Batch:
+    """The batch of `ragged`."""
+    return ragged(**sizes)[1]
+
+
+def layout(rollout: Rollout, shards: int = 1, **changes: Any) -> packing.Layout:
+    """Rows for a rollout of any size, all of it one mini-batch."""
+    prompts = rollout.prompt_tokens.shape[0]
+    sizes = {
+        "prompts": prompts,
+        "mini_prompts": prompts,
+        "group": rollout.response_tokens.shape[0] // prompts,
+        "prompt_width": rollout.prompt_tokens.shape[1],
+        "response_width": rollout.response_tokens.shape[1],
+    }
+    return packing.make_layout(shards=shards, **(sizes | changes))
+
+
+def packed(rollout: Rollout, on: jax.sharding.Mesh, **changes: Any) -> packing.Packed:
+    """A rollout in packed rows on a mesh."""
+    host, _ = packing.pack(layout(rollout, sharding.shards(on), **changes), rollout)
+    return scoring.place(host, on)
+
+
+def padded(rollout: Rollout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, positions and segments `[B Tp + Tr]` of unpacked rows: a left-padded prompt, then a right-padded response."""
+    width = rollout.prompt_tokens.shape[1]
+    group = rollout.response_tokens.shape[0] // rollout.prompt_tokens.shape[0]
+    heads = np.repeat(rollout.prompt_tokens, group, axis=0)
+    first = width - np.repeat(rollout.prompt_lengths, group)[:, None]
+    tokens = np.concatenate([heads, rollout.response_tokens], axis=1)
+    columns = np.arange(tokens.shape[1])[None, :]
+    real = (columns >= first) & (columns < width + rollout.response_lengths[:, None])
+    positions = np.where(real, columns - first, 0)
+    return np.where(real, tokens, 0), positions, real.astype(np.int32)
 
 
 def algorithm() -> AlgorithmState:

@@ -23,7 +23,13 @@ class ActorKnobs:
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (x `rollout.n` trajectories)."""
     ppo_micro_batch_size_per_device: int | None = None
-    """Trajectories one device runs at once in the update; `None` runs its whole share. Never changes the gradient."""
+    """Trajectories one device runs at once in the update: it gets the room that so many take at full length, and packs what fits.
+    `None` takes rows of a size that wastes little. Never changes the gradient."""
+    use_dynamic_bsz: bool = False
+    """Bound what a device runs at once by tokens (`ppo_max_token_len_per_device`) instead of trajectories."""
+    ppo_max_token_len_per_device: int = 16384
+    """With `use_dynamic_bsz`: most tokens one device runs at once in the update, counted as stored (a shared prompt once). At least
+    `data.max_prompt_length` + `data.max_response_length`. Never changes the gradient."""
     ppo_epochs: int = 1
     """Passes over the batch per step."""
     shuffle: bool = False

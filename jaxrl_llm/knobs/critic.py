@@ -20,6 +20,10 @@ class CriticKnobs:
     """Prompts per optimizer step; `None` takes the actor's."""
     ppo_micro_batch_size_per_device: int | None = None
     """Trajectories one device runs at once, in the update and for values; `None` takes the actor's."""
+    use_dynamic_bsz: bool | None = None
+    """Bound what a device runs at once by tokens; `None` takes the actor's."""
+    ppo_max_token_len_per_device: int | None = None
+    """Most stored tokens one device runs at once; `None` takes the actor's."""
     ppo_epochs: int | None = None
     """Passes over the batch; `None` takes the actor's."""
     cliprange_value: float | None = 0.5

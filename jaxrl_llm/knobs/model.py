@@ -18,7 +18,14 @@ class ModelKnobs:
     Master weights, moments, norms, softmax and log-probs are float32 in either case."""
     enable_gradient_checkpointing: bool = True
     """Recompute each layer in the backward pass instead of keeping its activations: about a third more arithmetic for
-    memory that no longer grows with the number of layers."""
+    memory that no longer grows with the layers' width. Off, the outputs of projections and of attention are kept and only cheap
+    element-wise arithmetic is done again."""
+    attention: Literal["auto", "blocked", "splash", "flash", "reference"] = "auto"
+    """Attention of scoring and training: `blocked` is exact and memory-efficient on every platform, `splash` needs a TPU, `flash`
+    a GPU, `reference` makes the whole matrix of scores; `auto` takes the platform's."""
     use_remove_padding: bool = True
-    """Cut the columns of a batch to the bucket of its longest prompt and response before scoring and training; off, every
-    row is `max_prompt_length + max_response_length` wide. Changes time and memory, not the objective."""
+    """Store trajectories without padding when scoring and training; off, each prompt and response takes its full width. Changes
+    time and memory, not the objective."""
+    use_prefix_sharing: bool = True
+    """Store and compute a prompt once for all responses of its group when scoring and training; off, once per response. Changes
+    time and memory, not the objective."""

@@ -34,3 +34,7 @@ class RolloutKnobs:
     """Devices that share one copy of the weights while decoding."""
     log_prob_micro_batch_size_per_device: int | None = None
     """Trajectories one device scores at once for old log-probs; `None` takes the actor's micro-batch."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Bound what a device scores at once by tokens; `None` takes the actor's `use_dynamic_bsz`."""
+    log_prob_max_token_len_per_device: int | None = None
+    """Most stored tokens one device scores at once for old log-probs; `None` takes `actor.ppo_max_token_len_per_device`."""

@@ -55,3 +55,5 @@ class TrainerKnobs:
     """Expected devices per host; a different number is refused. `None` takes what there is."""
     compilation_cache_dir: str | None = operational("~/.cache/jaxrl_llm/xla")
     """Folder of XLA's persistent compilation cache; `None` switches it off."""
+    profile_steps: tuple[int, ...] = operational(())
+    """Steps of which a JAX trace goes to `<run_dir>/profile/step_<N>`."""

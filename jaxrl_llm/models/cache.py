@@ -1,9 +1,11 @@
 """Keys and values of tokens already read: an explicit argument and result of the forward pass, never hidden state.
 
+`KVCache` belongs to `transformer.apply`; `KV` is the bare stack that the rollout decodes with.
+
 Left out on purpose: paging, eviction and ring buffers. A sliding window masks old keys, it does not free them.
 """
 
-from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,33 +60,49 @@ def check_room(slots: int, used: int, new: int) -> None:
         )
 
 
-def repeat(cache: KVCache, n: int) -> KVCache:
-    """Repeat every row `n` times, copies adjacent: one prefilled prompt becomes a group of `n`."""
-    return replace(
-        cache,
-        k=jnp.repeat(cache.k, n, axis=1),
-        v=jnp.repeat(cache.v, n, axis=1),
-        segments=jnp.repeat(cache.segments, n, axis=0),
-        positions=jnp.repeat(cache.positions, n, axis=0),
-    )
+@struct.dataclass
+class KV:
+    """Keys and values of all layers, `[L B K S H]`: heads before columns, so that one row and head is one matrix of a product."""
+
+    k: Any
+    v: Any
+
+    @property
+    def columns(self) -> int:
+        """Columns per row."""
+        return int(self.k.shape[3])
 
 
-def grow(cache: KVCache, slots: int) -> KVCache:
-    """The same cache with empty columns appended up to `slots`.
+def make_kv(config: ModelConfig, rows: int, columns: int, dtype: Any) -> KV:
+    """Zeros for `rows` rows; bytes: `2 * L * rows * K * columns * H * itemsize`."""
+    shape = (config.num_layers, rows, config.num_kv_heads, columns, config.head_size)
+    return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    Raises `ConfigError` when `slots` is smaller than the cache already is; equal is a no-op.
+
+def grow(kv: KV, columns: int) -> KV:
+    """The same rows with empty columns appended up to `columns`.
+
+    Raises `ConfigError` when `columns` is smaller than what is there; equal is a no-op.
     """
-    have = cache.k.shape[2]
-    if slots < have:
+    have = kv.columns
+    if columns < have:
         raise ConfigError(
-            f"grow: got {slots} slots for a cache of {have}, need at least {have}; ask for more slots"
+            f"grow: got {columns} columns for keys of {have}, need at least {have}; ask for more columns"
         )
-    more = slots - have
-    wide, flat = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0)), ((0, 0), (0, more))
-    return replace(
-        cache,
-        k=jnp.pad(cache.k, wide),
-        v=jnp.pad(cache.v, wide),
-        segments=jnp.pad(cache.segments, flat),
-        positions=jnp.pad(cache.positions, flat),
-    )
+    more = ((0, 0), (0, 0), (0, 0), (0, columns - have), (0, 0))
+    return KV(jnp.pad(kv.k, more), jnp.pad(kv.v, more))
+
+
+def take(kv: KV, rows: jax.Array) -> KV:
+    """The rows with these numbers `[W]`, in their order."""
+    return KV(jnp.take(kv.k, rows, axis=1), jnp.take(kv.v, rows, axis=1))
+
+
+def copy_row(into: KV, row: jax.Array, source: KV, source_row: jax.Array) -> KV:
+    """`into` with one of its rows replaced by a row of `source` of the same width; in place when `into` is donated."""
+
+    def one(to: jax.Array, of: jax.Array) -> jax.Array:
+        piece = jax.lax.dynamic_slice_in_dim(of, source_row, 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(to, piece, row, axis=1)
+
+    return KV(one(into.k, source.k), one(into.v, source.v))

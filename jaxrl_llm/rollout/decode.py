@@ -1,14 +1,16 @@
-"""Prefill and decode as pure functions: prompts once, then chunks of decode steps in one `while_loop`.
+"""Prefill and decode as pure functions: prompts into a bank, from there into units, and chunks of decode steps in a `while_loop`.
 
-`prefill` reads every prompt once; `start` gives each of its samples a copy of the cache and the first token; `decode_chunk`
-runs steps until the chunk ends or every row is done. All rows write the same cache column, because prompts are padded on
-the left.
+A unit holds the keys of one prompt for the `c` lanes that sample from it side by side; each lane has keys of its own. A lane
+first feeds the last token of its prompt, then every token it samples: the token of response position `i` comes from own column `i`,
+whenever and wherever the lane began. So a sample's arithmetic does not depend on its company.
 
-Left out on purpose: refilled slots and a prompt cache shared inside a group.
+Left out on purpose: what runs where and when (`queue`), stop texts, and anything about hosts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +18,10 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrl_llm.models import cache as caches
-from jaxrl_llm.models import heads, transformer
+from jaxrl_llm.models import heads, ops, transformer
+from jaxrl_llm.models.cache import KV
 from jaxrl_llm.models.families import ModelConfig
-from jaxrl_llm.records import END_EOS, END_LENGTH
-from jaxrl_llm.rollout.sampling import Sampling, sample, uniforms
+from jaxrl_llm.rollout.sampling import Sampling, row_keys, sample, uniforms
 
 Array = jax.Array
 Constrain = Callable[[Array, str], Array]
@@ -27,25 +29,74 @@ Constrain = Callable[[Array, str], Array]
 
 @struct.dataclass
 class DecodeState:
-    """A batch of responses in progress.
+    """`U` units of `c` lanes, `B = U * c`: what stays on the device between two chunks.
 
-    `tokens`, `logprobs`, `filtered_logprobs` are `[B Tr]`, filled up to column `column`; `last [B]` is the newest token,
-    `positions [B]` where it stands in its sequence; `lengths [B]` counts response tokens; `done [B]`, `end_reason [B]`;
-    `finite [B]` is False once a row's logits were not numbers.
+    `prompt` is `[L U K Tp H]` of which unit `u` sees the first `seen [U]` columns; `own` is `[L B K S H]`. Per lane: the random
+    `keys [B]`, `last [B]` the token to be fed next and `lengths [B]` the response tokens sampled so far, which is also the
+    own column that `last` goes to.
     """
 
-    cache: caches.KVCache
+    prompt: KV
+    own: KV
+    seen: Array
     keys: Array
+    last: Array
+    lengths: Array
+
+
+@struct.dataclass
+class Starts:
+    """What begins in free lanes; host arrays.
+
+    Units: the first `count` numbers of `moves [U]` are units that receive row `rows [U]` of the bank and see `seen [U]` of its
+    columns (both arrays by unit). Lanes: those of `fresh [B]` begin sample number `samples [B]` of prompt `prompt_ids [B]` after
+    the token `last [B]`. `stream [3]` is the seed, the step and the purpose of the random numbers.
+    """
+
+    moves: Array
+    count: Array
+    rows: Array
+    seen: Array
+    fresh: Array
+    prompt_ids: Array
+    samples: Array
+    last: Array
+    stream: Array
+
+
+@struct.dataclass
+class Window:
+    """What one chunk sampled, for the host: lane `b` has `counts [B]` new tokens in the first columns of the `[B steps]` arrays.
+
+    `done [B]`: ended in this chunk, `ended [B]`: by a stop id (else by the limit); `finite [B]` is False where logits were not
+    numbers; `steps` is how many decode steps ran.
+    """
+
     tokens: Array
     logprobs: Array
     filtered_logprobs: Array
-    last: Array
-    positions: Array
-    lengths: Array
+    counts: Array
     done: Array
-    end_reason: Array
+    ended: Array
     finite: Array
-    column: Array
+    steps: Array
+
+
+# Prompts -------------------------------------------------------------------------------------------------------------
+
+
+def _prefill_mixer(
+    q: Array, k: Array, v: Array, view: tuple[Array, Array], store: KV, layer: Array
+) -> tuple[Array, KV]:
+    """Attention inside each row that also keeps keys and values, zeros for padding; `view` is `(mask [P Tp Tp], real [P Tp])`."""
+    mask, real = view
+    k, v = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
+
+    def put(stack: Array, new: Array) -> Array:
+        rows = jnp.swapaxes(new, 1, 2).astype(stack.dtype)
+        return jax.lax.dynamic_update_index_in_dim(stack, rows, layer, axis=0)
+
+    return ops.attend(q, k, v, mask), KV(put(store.k, k), put(store.v, v))
 
 
 def prefill(
@@ -54,29 +105,149 @@ def prefill(
     tokens: Array,
     lengths: Array,
     *,
-    slots: int,
     dtype: Any,
     constrain: Constrain = transformer.unconstrained,
-) -> tuple[caches.KVCache, Array]:
-    """Read left-padded prompts `tokens [P Tp]` of `lengths [P]`; returns their cache and the last logits `[P V]`."""
+) -> KV:
+    """Keys and values `[L P K Tp H]` of the first `lengths [P]` tokens of each row of `tokens [P Tp]`."""
     prompts, width = tokens.shape
-    columns = jnp.arange(width)
-    first = width - lengths[:, None]
-    segments = (columns >= first).astype(jnp.int32)
-    positions = jnp.maximum(columns - first, 0)
-    empty = caches.make_cache(config, prompts, slots, dtype)
-    hidden, cache = transformer.apply(
-        config,
-        params,
-        tokens,
-        positions,
-        segments,
-        empty,
-        compute_dtype=dtype,
-        constrain=constrain,
+    columns = jnp.broadcast_to(jnp.arange(width), tokens.shape)
+    real = columns < lengths[:, None]
+    segments = real.astype(jnp.int32)
+    mask = ops.attention_mask(columns, segments, columns, segments, config.sliding_window)
+    _, kv = transformer.run(
+        config, params, tokens, columns, real,
+        mixer=_prefill_mixer, view=(mask, real), store=caches.make_kv(config, prompts, width, dtype),
+        compute_dtype=dtype, constrain=constrain,
+    )  # fmt: skip
+    return kv
+
+
+def insert(state: DecodeState, bank: KV, starts: Starts) -> DecodeState:
+    """Copy prompts from the bank into units and begin samples in their lanes."""
+
+    def move(index: Array, prompt: KV) -> KV:
+        unit = starts.moves[index]
+        return caches.copy_row(prompt, unit, bank, starts.rows[unit])
+
+    units = jnp.arange(starts.moves.shape[0])
+    moved = jnp.any(
+        (starts.moves[None] == units[:, None]) & (units[None] < starts.count), axis=1
     )
-    assert cache is not None
-    return cache, heads.logits(config, params, hidden[:, -1], compute_dtype=dtype)
+    keys = row_keys(
+        starts.stream[0], starts.stream[1], starts.stream[2], starts.prompt_ids, starts.samples
+    )
+    return replace(
+        state,
+        prompt=jax.lax.fori_loop(0, starts.count, move, state.prompt),
+        seen=jnp.where(moved, starts.seen, state.seen),
+        keys=jnp.where(starts.fresh, keys, state.keys),
+        last=jnp.where(starts.fresh, starts.last, state.last),
+        lengths=jnp.where(starts.fresh, 0, state.lengths),
+    )
+
+
+def begin(
+    config: ModelConfig, bank: KV, starts: Starts, *, columns: int, dtype: Any
+) -> DecodeState:
+    """`insert` into lanes that hold nothing yet and have room for `columns` own tokens."""
+    units, lanes = starts.moves.shape[0], starts.last.shape[0]
+    nothing = jnp.zeros((lanes,), jnp.int32)
+    empty = DecodeState(
+        prompt=caches.make_kv(config, units, bank.columns, dtype),
+        own=caches.make_kv(config, lanes, columns, dtype),
+        seen=jnp.zeros((units,), jnp.int32),
+        keys=row_keys(starts.stream[0], starts.stream[1], starts.stream[2], nothing, nothing),
+        last=nothing,
+        lengths=nothing,
+    )
+    return insert(empty, bank, starts)
+
+
+def narrow(state: DecodeState, lanes: Array) -> DecodeState:
+    """Only these lanes `[W]`, each with a unit of its own."""
+    share = state.last.shape[0] // state.seen.shape[0]
+    units = lanes // share
+    return DecodeState(
+        prompt=caches.take(state.prompt, units),
+        own=caches.take(state.own, lanes),
+        seen=state.seen[units],
+        keys=state.keys[lanes],
+        last=state.last[lanes],
+        lengths=state.lengths[lanes],
+    )
+
+
+# Decoding ------------------------------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class _View:
+    """What one decode step attends to: the prompts, the masks `[U c Tp]` and `[B S]`, and each lane's own column."""
+
+    prompt: KV
+    prompt_mask: Array
+    own_mask: Array
+    column: Array
+
+
+def _view(config: ModelConfig, state: DecodeState) -> tuple[_View, Array]:
+    """The view of a step and the positions `[B]` of the tokens it feeds."""
+    units, lanes = state.seen.shape[0], state.last.shape[0]
+    lengths = state.lengths.reshape(units, -1)
+    position = state.seen[:, None] + lengths
+    prompt_columns, own_columns = jnp.arange(state.prompt.columns), jnp.arange(state.own.columns)
+    prompt_mask = jnp.broadcast_to(
+        prompt_columns < state.seen[:, None, None], (*lengths.shape, state.prompt.columns)
+    )
+    own_mask = own_columns <= state.lengths[:, None]
+    if config.sliding_window is not None:
+        prompt_mask &= prompt_columns > position[..., None] - config.sliding_window
+        own_mask &= own_columns > state.lengths[:, None] - config.sliding_window
+    return _View(state.prompt, prompt_mask, own_mask, state.lengths), position.reshape(lanes)
+
+
+def _write(stack: Array, new: Array, layer: Array, column: Array) -> Array:
+    """`stack [L B K S H]` with `new [B K H]` at each lane's column; a column past the end is dropped."""
+    lanes = jnp.arange(new.shape[0])
+    return stack.at[layer, lanes, :, column].set(new.astype(stack.dtype), mode="drop")
+
+
+def _decode_mixer(
+    q: Array, k: Array, v: Array, view: _View, store: KV, layer: Array
+) -> tuple[Array, KV]:
+    """One token per lane: a softmax over the columns of its unit's prompt and of its own.
+
+    The scores of a unit's lanes are one product with one copy of the prompt's keys.
+    """
+    lanes, _, query_heads, size = q.shape
+    units, share = view.prompt_mask.shape[:2]
+    kv_heads, exact = k.shape[2], ops.precision(q.dtype)
+    store = KV(
+        _write(store.k, k[:, 0], layer, view.column), _write(store.v, v[:, 0], layer, view.column)
+    )
+    layer_of = partial(jax.lax.dynamic_index_in_dim, index=layer, axis=0, keepdims=False)
+    prompt_k, prompt_v, own_k, own_v = (
+        layer_of(x).astype(q.dtype) for x in (view.prompt.k, view.prompt.v, store.k, store.v)
+    )
+    product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
+    grouped = q.reshape(lanes, kv_heads, query_heads // kv_heads, size)
+    by_unit = grouped.reshape(units, share, *grouped.shape[1:])
+    scale, low = 1.0 / math.sqrt(size), jnp.finfo(jnp.float32).min
+
+    prompt_scores = product("UcKgH,UKTH->UcKgT", by_unit, prompt_k) * scale
+    prompt_scores = jnp.where(view.prompt_mask[:, :, None, None], prompt_scores, low)
+    own_scores = product("BKgH,BKSH->BKgS", grouped, own_k) * scale
+    own_scores = jnp.where(view.own_mask[:, None, None], own_scores, low)
+    prompt_top = prompt_scores.max(-1).reshape(own_scores.shape[:-1])
+    top = jnp.maximum(prompt_top, own_scores.max(-1))
+    prompt_weights = jnp.exp(prompt_scores - top.reshape(prompt_scores.shape[:-1])[..., None])
+    own_weights = jnp.exp(own_scores - top[..., None])
+    total = prompt_weights.sum(-1).reshape(top.shape) + own_weights.sum(-1)
+
+    from_prompt = product("UcKgT,UKTH->UcKgH", prompt_weights.astype(q.dtype), prompt_v)
+    from_own = product("BKgS,BKSH->BKgH", own_weights.astype(q.dtype), own_v)
+    mixed = (from_prompt.reshape(from_own.shape) + from_own) / total[..., None]
+    return mixed.reshape(q.shape).astype(q.dtype), store
 
 
 def is_stop(tokens: Array, stop_ids: Array) -> Array:
@@ -84,107 +255,78 @@ def is_stop(tokens: Array, stop_ids: Array) -> Array:
     return jnp.any(tokens[:, None] == stop_ids[None, :], axis=-1)
 
 
-def _record(state: DecodeState, logits: Array, stop_ids: Array, sampling: Sampling) -> DecodeState:
-    """Sample the token of column `state.column` for every row that is not done."""
-    column = state.column
-    drawn = sample(logits, uniforms(state.keys, column), sampling)
-    active = ~state.done
-    write = lambda buffer, value: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
-        buffer, jnp.where(active, value, 0).astype(buffer.dtype)[:, None], column, axis=1
-    )
-    ended = active & is_stop(drawn.tokens, stop_ids)
-    full = active & ~ended & (column + 1 >= state.tokens.shape[1])
-    return replace(
-        state,
-        tokens=write(state.tokens, drawn.tokens),
-        logprobs=write(state.logprobs, drawn.logprobs),
-        filtered_logprobs=write(state.filtered_logprobs, drawn.filtered_logprobs),
-        last=jnp.where(active, drawn.tokens, 0),
-        lengths=state.lengths + active,
-        done=state.done | ended | full,
-        end_reason=jnp.where(ended, END_EOS, state.end_reason),
-        finite=state.finite & (drawn.finite | ~active),
-        column=column + 1,
-    )
+@struct.dataclass
+class Bounds:
+    """How far a chunk may go: `steps` decode steps; it ends when no more than `enough` lanes are active; a response has at most
+    `limit` tokens."""
 
-
-def start(
-    cache: caches.KVCache,
-    logits: Array,
-    prompt_lengths: Array,
-    keys: Array,
-    idle: Array,
-    stop_ids: Array,
-    sampling: Sampling,
-    *,
-    group: int,
-    prompt_width: int,
-    response_width: int,
-) -> DecodeState:
-    """Fan prefilled prompts out to `group` samples each and sample their first tokens.
-
-    `cache`, `logits [P V]`, `prompt_lengths [P]` are of prompts; `keys [B]`, `idle [B]` (rows that only fill the batch) of
-    samples, members of a group adjacent. Raises `ConfigError` when the cache has fewer than
-    `prompt_width + response_width - 1` slots: a device would overwrite the last one without a word.
-    """
-    caches.check_room(cache.k.shape[2], prompt_width, response_width - 1)
-    batch = logits.shape[0] * group
-    state = DecodeState(
-        cache=caches.repeat(cache, group),
-        keys=keys,
-        tokens=jnp.zeros((batch, response_width), jnp.int32),
-        logprobs=jnp.zeros((batch, response_width), jnp.float32),
-        filtered_logprobs=jnp.zeros((batch, response_width), jnp.float32),
-        last=jnp.zeros((batch,), jnp.int32),
-        positions=jnp.repeat(prompt_lengths, group).astype(jnp.int32),
-        lengths=jnp.zeros((batch,), jnp.int32),
-        done=idle,
-        end_reason=jnp.full((batch,), END_LENGTH, jnp.int32),
-        finite=jnp.ones((batch,), bool),
-        column=jnp.zeros((), jnp.int32),
-    )
-    return _record(state, jnp.repeat(logits, group, axis=0), stop_ids, sampling)
+    steps: Array
+    enough: Array
+    limit: Array
 
 
 def decode_chunk(
     config: ModelConfig,
     params: Any,
     state: DecodeState,
-    stopped: Array,
+    active: Array,
     stop_ids: Array,
+    bounds: Bounds,
     sampling: Sampling,
     *,
-    steps: int,
+    window: int,
     dtype: Any,
     constrain: Constrain = transformer.unconstrained,
-) -> DecodeState:
-    """Run up to `steps` decode steps; ends early when every row is done.
+) -> tuple[DecodeState, Window]:
+    """Run decode steps on the `active [B]` lanes until the bounds are met, at most `window`, or logits are not finite.
 
-    `stopped [B]` marks rows that the host ended (stop texts). The newest token of a row is fed first, so the cache holds
-    everything but the last sampled token: `Tp + Tr - 1` slots suffice.
+    The host keeps `steps` within the room that the longest active lane has left in `own`.
     """
-    state = replace(state, done=state.done | stopped)
-    limit = jnp.minimum(state.column + steps, state.tokens.shape[1])
+    lanes = state.last.shape[0]
 
-    def proceed(state: DecodeState) -> Array:
-        return (state.column < limit) & ~jnp.all(state.done)
+    def proceed(carry: tuple[DecodeState, Array, Window]) -> Array:
+        _, active, out = carry
+        more = (out.steps < jnp.minimum(bounds.steps, window)) & jnp.all(out.finite)
+        return more & (jnp.sum(active) > bounds.enough)
 
-    def step(state: DecodeState) -> DecodeState:
-        segments = jnp.where(state.done, 0, 1).astype(jnp.int32)
-        hidden, cache = transformer.apply(
-            config,
-            params,
-            state.last[:, None],
-            state.positions[:, None],
-            segments[:, None],
-            state.cache,
-            compute_dtype=dtype,
-            constrain=constrain,
-        )
-        assert cache is not None
-        assert cache is not None
+    def step(
+        carry: tuple[DecodeState, Array, Window],
+    ) -> tuple[DecodeState, Array, Window]:
+        state, active, out = carry
+        view, positions = _view(config, state)
+        hidden, own = transformer.run(
+            config, params, state.last[:, None], positions[:, None], active[:, None],
+            mixer=_decode_mixer, view=view, store=state.own,
+            compute_dtype=dtype, constrain=constrain,
+        )  # fmt: skip
         logits = heads.logits(config, params, hidden[:, 0], compute_dtype=dtype)
-        state = replace(state, cache=cache, positions=state.positions + 1)
-        return _record(state, logits, stop_ids, sampling)
+        drawn = sample(logits, uniforms(state.keys, state.lengths), sampling)
+        lengths = state.lengths + active
+        ended = active & is_stop(drawn.tokens, stop_ids)
+        done = active & (ended | (lengths >= bounds.limit))
+        put = partial(_put_column, column=out.steps, active=active)
+        out = Window(
+            tokens=put(out.tokens, drawn.tokens),
+            logprobs=put(out.logprobs, drawn.logprobs),
+            filtered_logprobs=put(out.filtered_logprobs, drawn.filtered_logprobs),
+            counts=out.counts + active,
+            done=out.done | done,
+            ended=out.ended | ended,
+            finite=out.finite & (drawn.finite | ~active),
+            steps=out.steps + 1,
+        )
+        last = jnp.where(active, drawn.tokens, state.last)
+        return replace(state, own=own, last=last, lengths=lengths), active & ~done, out
 
-    return jax.lax.while_loop(proceed, step, state)
+    nothing, no = jnp.zeros((lanes,), jnp.int32), jnp.zeros((lanes,), bool)
+    blank = jnp.zeros((lanes, window), jnp.float32)
+    out = Window(
+        blank.astype(jnp.int32), blank, blank, nothing, no, no, ~no, jnp.zeros((), jnp.int32)
+    )
+    state, _, out = jax.lax.while_loop(proceed, step, (state, active, out))
+    return state, out
+
+
+def _put_column(buffer: Array, values: Array, column: Array, active: Array) -> Array:
+    kept = jnp.where(active, values, 0).astype(buffer.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(buffer, kept[:, None], column, axis=1)

@@ -1,10 +1,10 @@
 """The rollout engine: prompts in, finished responses out, on the host's side of the decode programs.
 
-Prompts go through in waves of at most `max_num_seqs` samples. Each is prefilled once and fanned out to its group; decode
-runs in compiled chunks, and between two chunks the host looks for stop texts and hands finished responses on, so that
-grading overlaps with decoding.
+Each prompt is prefilled once, into a bank; its samples begin in whatever lanes are free and decode in compiled chunks. Between two
+chunks the host keeps what was sampled, looks for stop texts, hands finished responses on, so that grading overlaps with
+decoding, and refills the lanes. What moves is the chunk's new tokens and a few numbers per lane.
 
-Left out on purpose: slots refilled while others decode, a cache shared inside a group, and several processes.
+Left out on purpose: several processes, and parameters that change while a rollout runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import ConfigError, DataError
 from jaxrl_llm.models import cache as caches
+from jaxrl_llm.models.cache import KV
 from jaxrl_llm.models.families import ModelConfig
-from jaxrl_llm.packing import bucket, buckets
-from jaxrl_llm.records import END_LENGTH, END_STOP, Prompt, Rollout
-from jaxrl_llm.rollout import decode
-from jaxrl_llm.rollout.sampling import Sampling, row_keys
+from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP, Prompt, Rollout
+from jaxrl_llm.rollout import decode, queue
+from jaxrl_llm.rollout.sampling import Sampling, filters
 
-OnFinished = Callable[[int, int, list[int]], None]
-"""Called with the first row of a wave, the row within the wave, and the response's ids."""
+OnFinished = Callable[[int, list[int]], None]
+"""Called with the row in the result and the response's ids."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,25 @@ class Engine:
     decode_text: Callable[[Sequence[int]], str]
     chunk: int
     max_num_seqs: int | None
-    prompt_buckets: tuple[int, ...]
+    prompt_width: int
     response_length: int
     prefill: Callable[..., Any]
-    start: Callable[..., Any]
+    begin: Callable[..., Any]
+    insert: Callable[..., Any]
     advance: Callable[..., Any]
-    keys: Callable[..., Any]
+    grow: Callable[..., Any]
+    narrow: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a rollout cost: response tokens over slots x decode steps, decode steps, prompt tokens read (all but the last of each
+    prompt, which its samples feed themselves), response tokens sampled (those behind a stop text included)."""
+
+    slot_utilisation: float
+    decode_steps: int
+    prefill_tokens: int
+    generated_tokens: int
 
 
 def make_engine(
@@ -61,10 +74,10 @@ def make_engine(
     prompt_length: int,
     response_length: int,
 ) -> Engine:
-    """Build an engine; programs compile at their first use and are reused for every wave, temperature and evaluation.
+    """Build an engine; programs compile at their first use and are reused for every batch, temperature and evaluation.
 
     `prompt_length + response_length` must fit the model's positions, else `ConfigError`. `stop_ids` may be empty only when
-    every response should run to the limit.
+    every response should run to the limit. `max_num_seqs` is the number of slots; `None` gives every sample its own.
     """
     needed = prompt_length + response_length
     if needed > config.max_position:
@@ -72,8 +85,8 @@ def make_engine(
             f"data.max_prompt_length + data.max_response_length = {prompt_length} + {response_length} = {needed} tokens, "
             f"but the model reads {config.max_position} positions; shorten one of them"
         )
-    constrain = sharding.make_constrain(mesh)
-    cache, state = _placements(config, mesh)
+    how = {"dtype": dtype, "constrain": sharding.make_constrain(mesh)}
+    kv, state, window = _placements(config, mesh)
     return Engine(
         config=config,
         mesh=mesh,
@@ -82,39 +95,39 @@ def make_engine(
         decode_text=decode_text,
         chunk=chunk,
         max_num_seqs=max_num_seqs,
-        prompt_buckets=buckets(prompt_length),
+        prompt_width=prompt_length,
         response_length=response_length,
-        prefill=jax.jit(
-            partial(decode.prefill, config, dtype=dtype, constrain=constrain),
-            static_argnames="slots",
-            out_shardings=(cache, sharding.rows(mesh)),
-        ),
-        start=jax.jit(
-            decode.start,
-            static_argnames=("group", "prompt_width", "response_width"),
+        prefill=jax.jit(partial(decode.prefill, config, **how), out_shardings=kv),
+        begin=jax.jit(
+            partial(decode.begin, config, dtype=dtype),
+            static_argnames="columns",
             out_shardings=state,
         ),
+        insert=jax.jit(decode.insert, donate_argnames="state", out_shardings=state),
         advance=jax.jit(
-            partial(decode.decode_chunk, config, steps=chunk, dtype=dtype, constrain=constrain),
-            donate_argnums=1,
-            out_shardings=state,
+            partial(decode.decode_chunk, config, window=min(chunk, response_length), **how),
+            donate_argnames="state",
+            out_shardings=(state, window),
         ),
-        keys=jax.jit(row_keys, out_shardings=sharding.rows(mesh)),
+        grow=jax.jit(caches.grow, static_argnames="columns", out_shardings=kv),
+        narrow=jax.jit(decode.narrow, out_shardings=state),
     )
 
 
-def _placements(config: ModelConfig, mesh: Mesh) -> tuple[caches.KVCache, decode.DecodeState]:
-    """Shardings of a cache and of a decode state: fixed, or the second chunk would meet others than the first and compile anew."""
+def _placements(config: ModelConfig, mesh: Mesh) -> tuple[KV, decode.DecodeState, decode.Window]:
+    """Shardings of keys, state and window: fixed, or the second chunk would meet others than the first and compile anew."""
     row, whole = sharding.rows(mesh), sharding.replicated(mesh)
-    shape = (config.num_layers, sharding.shards(mesh), 1, config.num_kv_heads, config.head_size)
-    kv = NamedSharding(mesh, sharding.spec(mesh, "LBSKH", shape, sharding.ACTIVATION_AXES))
-    cache = caches.KVCache(k=kv, v=kv, segments=row, positions=row, length=whole)  # type: ignore[arg-type]
+    shape = (config.num_layers, sharding.shards(mesh), config.num_kv_heads, 1, config.head_size)
+    one = NamedSharding(mesh, sharding.spec(mesh, "LBKSH", shape, sharding.ACTIVATION_AXES))
+    kv = KV(one, one)
     names = {field.name: row for field in fields(decode.DecodeState)}
-    return cache, decode.DecodeState(**{**names, "cache": cache, "column": whole})  # type: ignore[arg-type]
+    state = decode.DecodeState(**{**names, "prompt": kv, "own": kv})  # type: ignore[arg-type]
+    rows = {field.name: row for field in fields(decode.Window)}
+    return kv, state, decode.Window(**{**rows, "steps": whole})  # type: ignore[arg-type]
 
 
 def check_prompts(engine: Engine, prompts: Sequence[Prompt]) -> None:
-    """Refuse empty prompts and ids outside the vocabulary, which a device would clamp without a word."""
+    """Refuse empty prompts and ids outside the vocabulary, which a device would clamp without a word, and prompts that are too long."""
     problems = []
     for prompt in prompts:
         outside = [token for token in prompt.ids if not 0 <= token < engine.config.vocab_size]
@@ -125,8 +138,35 @@ def check_prompts(engine: Engine, prompts: Sequence[Prompt]) -> None:
             )
         if not prompt.ids:
             problems.append(f"{prompt.row_id}: an empty prompt, need at least one token")
+        if len(prompt.ids) > engine.prompt_width:
+            problems.append(
+                f"{prompt.row_id}: a prompt of {len(prompt.ids)} tokens, need at most {engine.prompt_width}; "
+                "raise data.max_prompt_length or filter long prompts"
+            )
     if problems:
         raise DataError(problems[:20])
+
+
+# One rollout ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """A rollout in progress on the host. Per row of the result `[B Tr]` and `[B]`; `active` lanes are the schedule's."""
+
+    engine: Engine
+    prompts: Sequence[Prompt]
+    schedule: queue.Schedule
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    filtered_logprobs: np.ndarray
+    lengths: np.ndarray
+    end_reason: np.ndarray
+    bad: int = 0
+    steps: int = 0
+    slot_steps: int = 0
+    prefilled: int = 0
+    generated: int = 0
 
 
 def generate(
@@ -142,156 +182,158 @@ def generate(
     slots: int | None = None,
     on_finished: OnFinished | None = None,
     poll: Callable[[], None] = lambda: None,
-) -> Rollout:
+) -> tuple[Rollout, Stats]:
     """Sample `n` responses per prompt with the given weights; members of a group are adjacent in the result.
 
     The random numbers of a response depend on `(seed, step, purpose, prompt_id, sample number, position)` only.
-    `on_finished(first, row, ids)` is called once per response, as it ends: it is row `first + row` of the result. Rows with
-    non-finite logits are counted in `Rollout.bad`; decoding then stops at once, nothing more is handed out, and the result
-    ends with that wave. A wave holds at least one prompt per data shard, whatever `max_num_seqs` says. `slots` is the number of prompts that a wave is filled up to (default: all
-    of them), so that a smaller last batch needs no programs of its own. `poll` is called between chunks.
+    `on_finished(row, ids)` is called once per response, as it ends. Rows with non-finite logits are counted in
+    `Rollout.bad`; decoding then stops at once, nothing more is handed out, and unfinished rows hold what they have. `slots` is
+    the number of prompts that shapes are made for (default: all of them), so that a smaller last batch needs no programs of its
+    own. `poll` is called between chunks.
     """
     check_prompts(engine, prompts)
-    width = bucket(max(len(prompt.ids) for prompt in prompts), engine.prompt_buckets)
-    shards = sharding.shards(engine.mesh)
-    per_shard = -(-(slots or len(prompts)) // shards)
-    if engine.max_num_seqs is not None:
-        per_shard = min(per_shard, max(1, engine.max_num_seqs // n // shards))
-    at_once = per_shard * shards
-    waves = []
-    for first in range(0, len(prompts), at_once):
-        here = prompts[first : first + at_once]
-        forward = partial(on_finished, first * n) if on_finished else None
-        waves.append(
-            _wave(
-                engine,
-                params,
-                here,
-                at_once,
-                width,
-                n,
-                sampling,
-                (seed, step, purpose),
-                forward,
-                poll,
-            )
-        )
-        if waves[-1]["bad"]:
-            break
-    return _assemble(
-        prompts,
-        waves,
-        n,
-        width,
-        step,
-        filtered=bool(np.any(sampling.top_k > 0) | (sampling.top_p < 1)),
-    )
-
-
-def _wave(
-    engine: Engine,
-    params: Any,
-    prompts: Sequence[Prompt],
-    slots: int,
-    width: int,
-    n: int,
-    sampling: Sampling,
-    stream: tuple[int, int, int],
-    on_finished: Callable[..., None] | None,
-    poll: Callable[[], None],
-) -> dict[str, Any]:
-    """Decode one wave of `slots` prompts (missing ones are idle rows) and return its host arrays."""
-    tokens = np.zeros((slots, width), np.int32)
-    lengths = np.ones((slots,), np.int32)
-    ids = np.zeros((slots,), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt.ids) :] = prompt.ids
-        lengths[row], ids[row] = len(prompt.ids), prompt.prompt_id
-    idle = np.repeat(np.arange(slots) >= len(prompts), n)
-    placed = partial(sharding.put_rows, engine.mesh)
+    run = _open(engine, prompts, max(slots or 0, len(prompts)), n)
+    start = partial(_starts, run, np.array([seed, step, purpose], np.uint32))
+    schedule, state, bank = run.schedule, None, None
     stop_ids = np.array(engine.stop_ids or (-1,), np.int32)
-    keys = engine.keys(
-        *(np.uint32(value) for value in stream),
-        placed(np.repeat(ids, n)),
-        placed(np.tile(np.arange(n, dtype=np.int32), slots)),
-    )
-    cache, logits = engine.prefill(
-        params, placed(tokens), placed(lengths), slots=width + engine.response_length - 1
-    )
-    state = engine.start(
-        cache,
-        logits,
-        placed(lengths),
-        keys,
-        placed(idle),
-        stop_ids,
-        sampling,
-        group=n,
-        prompt_width=width,
-        response_width=engine.response_length,
-    )
-    stopped_at: dict[int, int] = {}
-    handed = set(np.flatnonzero(idle).tolist())
     while True:
-        done, finite, length, column = jax.device_get(
-            (state.done, state.finite, state.lengths, state.column)
+        for fresh, units in schedule.fill():
+            if fresh is not None:
+                bank = engine.prefill(params, *_bank(run, fresh))
+            if state is None:
+                state = engine.begin(bank, start(units), columns=_columns(engine, 1))
+            else:
+                state = engine.insert(state, bank, start(units))
+        lanes = schedule.narrower()
+        if lanes is not None:
+            schedule.narrow(lanes)
+            state = engine.narrow(state, lanes)
+        longest = int(run.lengths[schedule.rows[schedule.active]].max())
+        if longest >= state.own.columns:
+            grown = engine.grow(state.own, columns=_columns(engine, longest + 1))
+            state = state.replace(own=grown)
+        bounds = decode.Bounds(
+            steps=np.int32(state.own.columns - longest),
+            enough=np.int32(schedule.enough()),
+            limit=np.int32(engine.response_length),
         )
-        bad = int(np.sum(~finite & ~idle))
-        if bad:
+        active = sharding.put_rows(engine.mesh, schedule.active)
+        state, window = engine.advance(params, state, active, stop_ids, bounds, sampling)
+        finished = _collect(run, jax.device_get(window))
+        if run.bad:
             break
-        stopped = _find_stop_texts(engine, state, length, handed, stopped_at)
-        finished = [row for row in np.flatnonzero(done | stopped).tolist() if row not in handed]
-        if on_finished and finished:
-            sampled = jax.device_get(state.tokens)
-            for row in finished:
-                on_finished(row, sampled[row, : stopped_at.get(row, int(length[row]))].tolist())
-        handed.update(finished)
+        for row in finished if on_finished else ():
+            on_finished(row, run.tokens[row, : run.lengths[row]].tolist())
         poll()
-        if np.all(done | stopped) or column >= engine.response_length:
+        if not schedule.active.any() and not schedule.waiting:
             break
-        state = engine.advance(params, state, placed(stopped), stop_ids, sampling)
-    names = ("tokens", "logprobs", "filtered_logprobs", "lengths", "end_reason")
-    host = {
-        name: np.array(value)
-        for name, value in zip(
-            names, jax.device_get(tuple(getattr(state, name) for name in names)), strict=True
-        )
-    }
-    for row, end in stopped_at.items():
-        host["lengths"][row], host["end_reason"][row] = end, END_STOP
-    real = len(prompts) * n
-    return {"bad": bad} | {name: value[:real] for name, value in host.items()}
+    return _result(run, step, bool(filters(sampling))), _stats(run)
 
 
-def _find_stop_texts(
-    engine: Engine,
-    state: decode.DecodeState,
-    lengths: np.ndarray,
-    handed: set[int],
-    stopped_at: dict[int, int],
-) -> np.ndarray:
-    """Rows whose response contains a stop text; `stopped_at` receives the length up to the token that completes it.
+def _columns(engine: Engine, needed: int) -> int:
+    return queue.columns(needed, engine.response_length)
 
-    Rows already `handed` out are not read again.
-    """
-    stopped = np.zeros(lengths.shape, bool)
-    stopped[list(stopped_at)] = True
-    if not engine.stop_texts:
-        return stopped
-    tokens = jax.device_get(state.tokens)
-    reach = engine.chunk + 8 * max(len(text) for text in engine.stop_texts)
-    for row in sorted(set(range(len(lengths))) - handed):
-        length = int(lengths[row])
-        first = max(0, length - reach)
-        ids = tokens[row, first:length].tolist()
-        if not _has_stop(engine, ids):
-            continue
-        low, high = 1, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if _has_stop(engine, ids[:middle]) else (middle + 1, high)
-        stopped_at[row], stopped[row] = first + low, True
-    return stopped
+
+def _open(engine: Engine, prompts: Sequence[Prompt], slots: int, n: int) -> _Run:
+    layout = queue.make_layout(
+        slots,
+        n,
+        max_num_seqs=engine.max_num_seqs,
+        shards=sharding.shards(engine.mesh),
+        prompt_width=engine.prompt_width,
+    )
+    rows = len(prompts) * n
+    shape = (rows, engine.response_length)
+    return _Run(
+        engine=engine,
+        prompts=prompts,
+        schedule=queue.Schedule(layout, len(prompts), n),
+        tokens=np.zeros(shape, np.int32),
+        logprobs=np.zeros(shape, np.float32),
+        filtered_logprobs=np.zeros(shape, np.float32),
+        lengths=np.zeros((rows,), np.int32),
+        end_reason=np.full((rows,), END_LENGTH, np.int32),
+    )
+
+
+def _bank(run: _Run, prompts: range) -> tuple[Any, Any]:
+    """Tokens and lengths of a bank: all but the last token of each prompt, which its samples feed themselves."""
+    bank = run.schedule.layout.bank
+    tokens = np.zeros((bank, run.engine.prompt_width), np.int32)
+    lengths = np.zeros((bank,), np.int32)
+    for prompt in prompts:
+        row, ids = run.schedule.bank_row(prompt), run.prompts[prompt].ids[:-1]
+        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+    run.prefilled += int(lengths.sum())
+    placed = sharding.put_rows(run.engine.mesh, (tokens, lengths))
+    return placed[0], placed[1]
+
+
+def _starts(run: _Run, stream: np.ndarray, units: Sequence[int]) -> decode.Starts:
+    """What the schedule has just put into these units, as arrays for the device."""
+    layout, rows, n = run.schedule.layout, run.schedule.rows, run.schedule.n
+    moves = np.zeros((layout.units,), np.int32)
+    moves[: len(units)] = units
+    bank_rows, seen = np.zeros((2, layout.units), np.int32)
+    fresh = np.zeros((layout.lanes,), bool)
+    prompt_ids, samples, last = np.zeros((3, layout.lanes), np.int32)
+    for unit in units:
+        lanes = slice(unit * layout.share, (unit + 1) * layout.share)
+        number = int(rows[lanes][0]) // n
+        prompt = run.prompts[number]
+        bank_rows[unit], seen[unit] = run.schedule.bank_row(number), len(prompt.ids) - 1
+        fresh[lanes], samples[lanes] = True, rows[lanes] % n
+        prompt_ids[lanes], last[lanes] = prompt.prompt_id, prompt.ids[-1]
+    placed = sharding.put_rows(
+        run.engine.mesh, (bank_rows, seen, fresh, prompt_ids, samples, last)
+    )
+    return decode.Starts(moves, np.int32(len(units)), *placed, stream)
+
+
+# What comes back from a chunk ----------------------------------------------------------------------------------------
+
+
+def _collect(run: _Run, window: decode.Window) -> list[int]:
+    """Enter a chunk into the run; returns the rows that it finished, unless some logits were not finite (`run.bad`)."""
+    schedule, engine = run.schedule, run.engine
+    run.bad = int(np.sum(~window.finite & schedule.active))
+    run.steps += int(window.steps)
+    run.slot_steps += int(window.steps) * len(schedule.rows)
+    run.generated += int(window.counts.sum())
+    over = window.done.copy()
+    for lane in np.flatnonzero(schedule.active).tolist():
+        row, count = int(schedule.rows[lane]), int(window.counts[lane])
+        before = int(run.lengths[row])
+        here = slice(before, before + count)
+        run.tokens[row, here] = window.tokens[lane, :count]
+        run.logprobs[row, here] = window.logprobs[lane, :count]
+        run.filtered_logprobs[row, here] = window.filtered_logprobs[lane, :count]
+        run.lengths[row] = before + count
+        if window.ended[lane]:
+            run.end_reason[row] = END_EOS
+        stop = _find_stop_text(engine, run.tokens[row, : before + count], count)
+        if stop is not None:
+            run.lengths[row], run.end_reason[row], over[lane] = stop, END_STOP, True
+    if run.bad:
+        return []
+    finished = sorted(schedule.rows[over].tolist())
+    schedule.finish(over)
+    return finished
+
+
+def _find_stop_text(engine: Engine, tokens: np.ndarray, new: int) -> int | None:
+    """The length up to the token that completes a stop text, of which at least one of the `new` last tokens is part."""
+    if not engine.stop_texts or not new:
+        return None
+    first = max(0, len(tokens) - new - 8 * max(len(text) for text in engine.stop_texts))
+    ids = tokens[first:].tolist()
+    if not _has_stop(engine, ids):
+        return None
+    low, high = 1, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _has_stop(engine, ids[:middle]) else (middle + 1, high)
+    return first + low
 
 
 def _has_stop(engine: Engine, ids: Sequence[int]) -> bool:
@@ -299,36 +341,29 @@ def _has_stop(engine: Engine, ids: Sequence[int]) -> bool:
     return any(stop in text for stop in engine.stop_texts)
 
 
-def _assemble(
-    prompts: Sequence[Prompt],
-    waves: list[dict[str, Any]],
-    n: int,
-    width: int,
-    step: int,
-    filtered: bool,
-) -> Rollout:
-    bad = sum(wave["bad"] for wave in waves)
-    host = {
-        name: np.concatenate([wave[name] for wave in waves]) for name in waves[0] if name != "bad"
-    }
-    rows = host["lengths"].shape[0]
-    prompt_tokens = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in enumerate(prompts):
+def _result(run: _Run, step: int, filtered: bool) -> Rollout:
+    width, count = run.engine.prompt_width, len(run.prompts)
+    prompt_tokens = np.zeros((count, width), np.int32)
+    for row, prompt in enumerate(run.prompts):
         prompt_tokens[row, width - len(prompt.ids) :] = prompt.ids
-    mask = np.arange(host["tokens"].shape[1]) < host["lengths"][:, None]
+    mask = np.arange(run.tokens.shape[1]) < run.lengths[:, None]
     return Rollout(
         prompt_tokens=prompt_tokens,
-        prompt_lengths=np.array([len(prompt.ids) for prompt in prompts], np.int32),
-        response_tokens=np.where(mask, host["tokens"], 0),
-        response_lengths=host["lengths"],
+        prompt_lengths=np.array([len(prompt.ids) for prompt in run.prompts], np.int32),
+        response_tokens=np.where(mask, run.tokens, 0),
+        response_lengths=run.lengths,
         response_mask=mask,
         loss_mask=mask.copy(),
-        sampler_logprobs=np.where(mask, host["logprobs"], 0.0),
-        filtered_logprobs=np.where(mask, host["filtered_logprobs"], 0.0) if filtered else None,
-        end_reason=host["end_reason"],
-        policy_step=np.full((rows,), step, np.int32),
-        bad=bad,
+        sampler_logprobs=np.where(mask, run.logprobs, 0.0),
+        filtered_logprobs=np.where(mask, run.filtered_logprobs, 0.0) if filtered else None,
+        end_reason=run.end_reason,
+        policy_step=np.full(run.lengths.shape, step, np.int32),
+        bad=run.bad,
     )
+
+
+def _stats(run: _Run) -> Stats:
+    return Stats(run.generated / run.slot_steps, run.steps, run.prefilled, run.generated)
 
 
 def truncated(rollout: Rollout) -> np.ndarray:

@@ -1,63 +1,123 @@
 """Logits to tokens: temperature, top-k, top-p and inverse-CDF sampling, all parameters traced.
 
-A token is drawn with two uniform numbers: one picks a block of the vocabulary from the block sums, the other the token
-inside it. A single float32 uniform could not reach tokens of probability 1e-7 fairly; noise over the whole vocabulary (Gumbel)
-costs V random numbers per token. Where a tail token shares its block with a likely one, its probability is still rounded to a
-multiple of 2^-24.
+A token is drawn with two uniform numbers. The vocabulary is a grid of rows of `COLUMNS` tokens: one number picks a column from
+the column sums, the other the token inside it. A single float32 uniform could not reach tokens of probability 1e-7 fairly; noise
+over the whole vocabulary (Gumbel) costs V random numbers per token. Where a tail token shares its column with a likely one, its
+probability is still rounded to a multiple of 2^-24.
 
-Left out on purpose: penalties, beam search, and filters that avoid the full sort.
+The filters sort nothing: 30 sums over the vocabulary find the least probability that stays.
+
+Left out on purpose: penalties and beam search.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
-BLOCK = 128
-"""Tokens per block of the two-level inverse CDF."""
+COLUMNS = 128
+"""Columns of the two-level inverse CDF: token `t` stands in column `t % COLUMNS`. Sums over rows run along vector lanes."""
+
+TOP_BIT = 29
+"""The highest bit that is set in a float32 of at most 1."""
 
 
 class Sampling(NamedTuple):
     """Sampling parameters as traced scalars: `top_k = 0` and `top_p = 1` do not filter; `greedy` ignores all but the argmax."""
 
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    greedy: Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    greedy: Any
 
 
 def make_sampling(
     temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0, greedy: bool = False
 ) -> Sampling:
-    """Sampling parameters from settings. Greedy scores at temperature 1 and does not filter."""
+    """Sampling parameters from settings, as host scalars. Greedy scores at temperature 1 and does not filter."""
     if greedy:
         temperature, top_k, top_p = 1.0, None, 1.0
     return Sampling(
-        temperature=jnp.float32(temperature),
-        top_k=jnp.int32(top_k or 0),
-        top_p=jnp.float32(top_p),
-        greedy=jnp.bool_(greedy),
+        temperature=np.float32(temperature),
+        top_k=np.int32(top_k or 0),
+        top_p=np.float32(top_p),
+        greedy=np.bool_(greedy),
     )
 
 
-def keep_top(logprobs: Array, top_k: Array, top_p: Array) -> Array:
-    """Which tokens survive top-k, then top-p on what top-k left: `[B V]` log-probs -> `[B V]` booleans.
+def filters(sampling: Sampling) -> Any:
+    """Whether top-k or top-p leave anything out."""
+    return (sampling.top_k > 0) | (sampling.top_p < 1)
+
+
+# Which tokens stay ---------------------------------------------------------------------------------------------------
+
+
+def _row_sums(values: Array) -> Array:
+    """Sums over the vocabulary, `[B V] -> [B]`, always in the same order: a sum over more non-negative numbers is never smaller."""
+    return jnp.sum(jnp.sum(_grid(values, 0.0), axis=1), axis=-1)
+
+
+def _first(probs: Array, counted: Array, need: Array) -> Array:
+    """The most likely tokens, ties by id, until `counted [B V]` sums to `need [B]` (greater than 0): booleans `[B V]`.
+
+    `probs [B V]` are in [0, 1], whose bit patterns are ordered like the numbers: the least probability that stays is found bit
+    by bit, one sum each, instead of by sorting.
+    """
+
+    def decide(index: Array, bits: Array) -> Array:
+        trial = bits | (jnp.int32(1) << (TOP_BIT - index))
+        least = jax.lax.bitcast_convert_type(trial, jnp.float32)
+        enough = _row_sums(jnp.where(probs >= least[:, None], counted, 0.0)) >= need
+        return jnp.where(enough, trial, bits)
+
+    start = jnp.zeros(need.shape, jnp.int32)
+    bits = jax.lax.fori_loop(0, TOP_BIT + 1, decide, start)
+    least = jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None]
+    above, tied = probs > least, probs == least
+
+    def by_id() -> Array:
+        missing = need - _row_sums(jnp.where(above, counted, 0.0))
+        ids, top = jnp.arange(probs.shape[1]), probs.shape[1].bit_length() - 1
+
+        def decide_last(index: Array, last: Array) -> Array:
+            trial = last | (jnp.int32(1) << (top - index))
+            before = _row_sums(jnp.where(tied & (ids < trial[:, None]), counted, 0.0))
+            return jnp.where(before < missing, trial, last)
+
+        last = jax.lax.fori_loop(0, top + 1, decide_last, start)
+        return above | (tied & (ids <= last[:, None]))
+
+    several = jnp.any(jnp.sum(tied, axis=-1) > 1)
+    return jax.lax.cond(several, by_id, lambda: above | tied)
+
+
+def keep_top(probs: Array, top_k: Array, top_p: Array) -> Array:
+    """Which tokens survive top-k, then top-p on what top-k left: `[B V]` weights relative to the largest -> `[B V]` booleans.
 
     Top-p keeps the smallest set of most likely tokens whose renormalised probability reaches `top_p` (Holtzman et al. 2020);
     the most likely token always stays. Equal probabilities are ordered by token id.
     """
-    order = jnp.argsort(-logprobs, axis=-1, stable=True)
-    ranks = jnp.argsort(order, axis=-1)
-    count = jnp.where(top_k > 0, top_k, logprobs.shape[-1])
-    sorted_probs = jnp.exp(jnp.take_along_axis(logprobs, order, axis=-1))
-    inside = jnp.arange(logprobs.shape[-1]) < count
-    sorted_probs = jnp.where(inside, sorted_probs, 0.0)
-    sorted_probs = sorted_probs / jnp.sum(sorted_probs, axis=-1, keepdims=True)
-    before = jnp.pad(jnp.cumsum(sorted_probs, axis=-1)[..., :-1], ((0, 0), (1, 0)))
-    kept = jnp.sum(inside & ((before < top_p) | (top_p >= 1.0)), axis=-1, keepdims=True)
-    return ranks < jnp.maximum(kept, 1)
+    batch, vocabulary = probs.shape
+    everything = jnp.ones(probs.shape, bool)
+
+    def likely() -> Array:
+        count = jnp.minimum(top_k, vocabulary).astype(jnp.float32)
+        return _first(probs, jnp.ones_like(probs), jnp.broadcast_to(count, (batch,)))
+
+    def nucleus() -> Array:
+        left = jnp.where(inside, probs, 0.0)
+        need = jnp.maximum(top_p * _row_sums(left), jnp.finfo(jnp.float32).tiny)
+        return _first(probs, left, need)
+
+    inside = jax.lax.cond(top_k > 0, likely, lambda: everything)
+    return inside & jax.lax.cond(top_p < 1.0, nucleus, lambda: everything)
+
+
+# Drawing -------------------------------------------------------------------------------------------------------------
 
 
 def _pick(weights: Array, uniform: Array) -> Array:
@@ -74,18 +134,38 @@ def _pick(weights: Array, uniform: Array) -> Array:
     return index.astype(jnp.int32)
 
 
-def inverse_cdf(probs: Array, uniforms: Array) -> Array:
-    """Draw a token per row: `probs [B V]` (need not sum to one), `uniforms [B 2]` in [0, 1) -> ids `[B]`.
+def _grid(values: Array, fill: float) -> Array:
+    """`[B V]` as rows of columns `[B V/C C]`, padded with `fill`."""
+    batch, vocabulary = values.shape
+    missing = -vocabulary % COLUMNS
+    padded = jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill) if missing else values
+    return padded.reshape(batch, -1, COLUMNS)
 
-    A token of probability 0 is never returned as long as the row has a positive one; a row without gives some id in range.
+
+def _top(grid: Array) -> Array:
+    return jnp.max(jnp.max(grid, axis=1), axis=-1)
+
+
+def _column_sums(grid: Array, top: Array) -> Array:
+    return jnp.sum(jnp.exp(grid - top[:, None, None]), axis=1)
+
+
+def _draw(grid: Array, top: Array, sums: Array, uniforms: Array) -> Array:
+    """Ids `[B]` from log-weights on the grid; the weights of the chosen column alone are computed a second time."""
+    column = _pick(sums, uniforms[:, 0])
+    inside = jnp.take_along_axis(grid, column[:, None, None], axis=2)[:, :, 0]
+    return _pick(jnp.exp(inside - top[:, None]), uniforms[:, 1]) * COLUMNS + column
+
+
+def inverse_cdf(log_weights: Array, uniforms: Array) -> Array:
+    """Draw a token per row: `log_weights [B V]` (need not be normalised), `uniforms [B 2]` in [0, 1) -> ids `[B]`.
+
+    A token of weight 0 (`-inf`) is never returned as long as the row has another; a row without gives some id in range.
     """
-    batch, vocabulary = probs.shape
-    blocks = -(-vocabulary // BLOCK)
-    padded = jnp.pad(probs, ((0, 0), (0, blocks * BLOCK - vocabulary)))
-    grid = padded.reshape(batch, blocks, BLOCK)
-    block = _pick(jnp.sum(grid, axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(grid, block[:, None, None], axis=1)[:, 0]
-    return jnp.minimum(block * BLOCK + _pick(inside, uniforms[:, 1]), vocabulary - 1)
+    grid = _grid(log_weights, -jnp.inf)
+    top = _top(grid)
+    drawn = _draw(grid, top, _column_sums(grid, top), uniforms)
+    return jnp.minimum(drawn, log_weights.shape[1] - 1)
 
 
 class Sampled(NamedTuple):
@@ -103,23 +183,34 @@ def sample(logits: Array, uniforms: Array, params: Sampling) -> Sampled:
 
     A row with a non-finite logit (NaN or infinite) is flagged instead of sampled from silently; its token means nothing.
     """
-    logits = logits.astype(jnp.float32)
-    finite = jnp.all(jnp.isfinite(logits), axis=-1)
-    logprobs = jax.nn.log_softmax(logits / params.temperature, axis=-1)
-    filtering = (params.top_k > 0) | (params.top_p < 1.0)
+    vocabulary = logits.shape[1]
+    scaled = logits.astype(jnp.float32) / params.temperature
+    grid = _grid(scaled, -jnp.inf)
+    top = _top(grid)
+    sums = _column_sums(grid, top)
+    total = jnp.sum(sums, axis=-1)
+    infinite = jnp.sum(jnp.sum(grid == -jnp.inf, axis=1), axis=-1)
+    finite = jnp.isfinite(total) & (infinite == grid[0].size - vocabulary)
 
-    def plain(logprobs: Array) -> tuple[Array, Array]:
-        return jnp.exp(logprobs), jnp.zeros(logprobs.shape[:1], jnp.float32)
+    def plain() -> tuple[Array, Array]:
+        return _draw(grid, top, sums, uniforms), total
 
-    def filtered(logprobs: Array) -> tuple[Array, Array]:
-        probs = jnp.where(keep_top(logprobs, params.top_k, params.top_p), jnp.exp(logprobs), 0.0)
-        return probs, jnp.log(jnp.sum(probs, axis=-1))
+    def filtered() -> tuple[Array, Array]:
+        keep = keep_top(jnp.exp(scaled - top[:, None]), params.top_k, params.top_p)
+        left = _grid(jnp.where(keep, scaled, -jnp.inf), -jnp.inf)
+        left_sums = _column_sums(left, top)
+        return _draw(left, top, left_sums, uniforms), jnp.sum(left_sums, axis=-1)
 
-    probs, log_mass = jax.lax.cond(filtering, filtered, plain, logprobs)
-    drawn = inverse_cdf(probs, uniforms)
-    tokens = jnp.where(params.greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), drawn)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return Sampled(tokens, chosen, chosen - log_mass, finite)
+    def greedy() -> tuple[Array, Array]:
+        ids = jnp.arange(grid[0].size, dtype=jnp.int32).reshape(grid.shape[1:])
+        best = jnp.where(grid == top[:, None, None], ids, vocabulary)
+        return jnp.min(jnp.min(best, axis=1), axis=-1), total
+
+    which = jnp.where(params.greedy, 2, filters(params).astype(jnp.int32))
+    tokens, kept = jax.lax.switch(which, (plain, filtered, greedy))
+    tokens = jnp.minimum(tokens, vocabulary - 1)
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - top
+    return Sampled(tokens, chosen - jnp.log(total), chosen - jnp.log(kept), finite)
 
 
 TRAIN, VALIDATE, BASELINE, SHUFFLE = range(4)
@@ -137,10 +228,14 @@ def row_keys(seed: Array, step: Array, purpose: Array, prompt_ids: Array, sample
     return jax.vmap(derive)(prompt_ids, samples)
 
 
-def uniforms(keys: Array, position: Array) -> Array:
-    """The two uniform numbers `[B 2]` of every row at one response position: multiples of 2^-24 in [0, 1).
+def uniforms(keys: Array, positions: Array) -> Array:
+    """The two uniform numbers `[B 2]` of every row at its response position (`[B]`, or one for all): multiples of 2^-24 in [0, 1).
 
     `jax.random.uniform` moves in steps of 2^-23 and steps over one token of probability 1e-7 in six.
     """
-    bits = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, position), (2,)))(keys)
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+    def bits(key: Array, position: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, position), (2,))
+
+    drawn = jax.vmap(bits)(keys, jnp.broadcast_to(positions, keys.shape))
+    return (drawn >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

@@ -1,4 +1,4 @@
-"""Prefill, start and decode as pure functions, against the plain forward pass without a cache."""
+"""Prefill, insert and decode as pure functions, against the plain forward pass without a cache."""
 
 from functools import partial
 
@@ -7,21 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.models import heads, transformer
-from jaxrl_llm.records import END_EOS, END_LENGTH
+from jaxrl_llm.models import cache as caches
+from jaxrl_llm.models import families, heads, transformer
 from jaxrl_llm.rollout import decode
-from jaxrl_llm.rollout.sampling import make_sampling, row_keys
+from jaxrl_llm.rollout.sampling import TRAIN, make_sampling
 from tests import tiny
 
 CONFIG = tiny.model()
 PROMPTS = ((5, 0, 6), (0, 9), (3, 4, 5, 6, 7), (8,))
 WIDTH, RESPONSE = 5, 6
 NEVER = np.int32([-1])
+GREEDY, PLAIN = make_sampling(greedy=True), make_sampling(1.0)
+NOBODY, EVERYBODY = np.zeros(4, bool), np.ones(4, bool)
 
-prefill = jax.jit(partial(decode.prefill, CONFIG, dtype=jnp.float32), static_argnames="slots")
-start = jax.jit(decode.start, static_argnames=("group", "prompt_width", "response_width"))
-advance = jax.jit(partial(decode.decode_chunk, CONFIG, steps=2, dtype=jnp.float32))
+prefill = jax.jit(partial(decode.prefill, CONFIG, dtype=jnp.float32))
+begin = jax.jit(partial(decode.begin, CONFIG, dtype=jnp.float32), static_argnames="columns")
+insert = jax.jit(decode.insert)
+grow = jax.jit(caches.grow, static_argnames="columns")
+narrow = jax.jit(decode.narrow)
+advance = jax.jit(partial(decode.decode_chunk, CONFIG, window=4, dtype=jnp.float32))
 
 
 @jax.jit
@@ -37,141 +41,184 @@ def params():
     return tiny.params(tiny.mesh(), 8.0)
 
 
-def padded():
+def padded(cut=0):
+    """Prompts, each without its last `cut` tokens, right-padded, and what is left of their lengths."""
     tokens = np.zeros((len(PROMPTS), WIDTH), np.int32)
     for row, prompt in enumerate(PROMPTS):
-        tokens[row, WIDTH - len(prompt) :] = prompt
-    return tokens, np.int32([len(prompt) for prompt in PROMPTS])
+        tokens[row, : len(prompt) - cut] = prompt[: len(prompt) - cut]
+    return tokens, np.int32([len(prompt) - cut for prompt in PROMPTS])
 
 
-def begin(
-    params, sampling, stop_ids=NEVER, idle=None, slots=WIDTH + RESPONSE - 1, response=RESPONSE
-):
-    tokens, lengths = padded()
-    cache, logits = prefill(params, tokens, lengths, slots=slots)
-    rows = np.arange(len(PROMPTS), dtype=np.int32)
-    keys = row_keys(np.uint32(1), np.uint32(2), np.uint32(0), rows, 0 * rows)
-    idle = np.zeros(len(PROMPTS), bool) if idle is None else idle
-    return start(
-        cache, logits, lengths, keys, idle, stop_ids, sampling,
-        group=1, prompt_width=WIDTH, response_width=response,
-    )  # fmt: skip
+def starts(units=4, share=1, only=None):
+    """One unit per prompt, `share` samples each; `only` these units begin."""
+    chosen = list(range(units)) if only is None else only
+    fresh = np.isin(np.repeat(np.arange(units), share), chosen)
+    return decode.Starts(
+        moves=np.int32(chosen + [0] * (units - len(chosen))),
+        count=np.int32(len(chosen)),
+        rows=np.arange(units, dtype=np.int32),
+        seen=np.int32([len(prompt) - 1 for prompt in PROMPTS[:units]]),
+        fresh=fresh,
+        prompt_ids=np.repeat(np.arange(units, dtype=np.int32), share),
+        samples=np.tile(np.arange(share, dtype=np.int32), units),
+        last=np.int32(np.repeat([prompt[-1] for prompt in PROMPTS[:units]], share)),
+        stream=np.uint32([1, 2, TRAIN]),
+    )
 
 
-def finish(params, state, sampling, stop_ids=NEVER):
-    nobody = np.zeros(len(PROMPTS), bool)
-    for _ in range(RESPONSE):
-        state = advance(params, state, nobody, stop_ids, sampling)
-    return state
+def bounds(steps=RESPONSE, enough=0, limit=RESPONSE):
+    return decode.Bounds(np.int32(steps), np.int32(enough), np.int32(limit))
+
+
+def opened(params, share=1, columns=RESPONSE):
+    return begin(prefill(params, *padded(1)), starts(share=share), columns=columns)
+
+
+def decoded(params, state, active=None, sampling=GREEDY, ends=NEVER, **limits):
+    """Chunks until nothing is active: tokens `[B RESPONSE]`, log-probs, lengths and who met a stop id."""
+    active = np.ones(len(state.last), bool) if active is None else active
+    tokens = np.zeros((len(active), RESPONSE), np.int32)
+    logprobs, ended = np.zeros(tokens.shape, np.float32), np.zeros(len(active), bool)
+    lengths = np.asarray(state.lengths).copy()
+    while active.any():
+        state, window = advance(params, state, active, ends, bounds(**limits), sampling)
+        for lane, count in enumerate(window.counts.tolist()):
+            here = slice(lengths[lane], lengths[lane] + count)
+            tokens[lane, here] = window.tokens[lane, :count]
+            logprobs[lane, here] = window.logprobs[lane, :count]
+        lengths, ended = lengths + np.asarray(window.counts), ended | np.asarray(window.ended)
+        active = active & ~np.asarray(window.done)
+        assert window.finite.all()
+    return tokens, logprobs, lengths, ended
 
 
 def greedy_by_hand(params):
-    rows = np.zeros((len(PROMPTS), WIDTH + RESPONSE), np.int32)
-    lengths = padded()[1]
-    for row, prompt in enumerate(PROMPTS):
-        rows[row, : len(prompt)] = prompt
-    every = np.arange(len(PROMPTS))
+    tokens, lengths = padded()
+    rows, every = np.pad(tokens, ((0, 0), (0, RESPONSE))), np.arange(len(PROMPTS))
     for step in range(RESPONSE):
         logits = np.asarray(forward(params, rows))
         rows[every, lengths + step] = logits[every, lengths + step - 1].argmax(axis=-1)
     return np.stack([rows[row, n : n + RESPONSE] for row, n in enumerate(lengths)])
 
 
-GREEDY = make_sampling(greedy=True)
+def test_prefill_holds_the_keys_that_a_cached_forward_writes(params):
+    tokens, lengths = padded(1)
+    bank = prefill(params, tokens, lengths)
+    columns = jnp.broadcast_to(jnp.arange(WIDTH), tokens.shape)
+    empty = caches.make_cache(CONFIG, 4, WIDTH)
+    _, cache = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens), empty)
+    for row, length in enumerate(lengths.tolist()):
+        for got, expected in ((bank.k, cache.k), (bank.v, cache.v)):
+            held = np.swapaxes(np.asarray(expected), 2, 3)[:, row, :, :length]
+            np.testing.assert_allclose(got[:, row, :, :length], held, atol=1e-5, rtol=0)
 
 
-def test_prefill_reads_left_padded_prompts_as_if_alone(params):
-    tokens, lengths = padded()
-    cache, logits = prefill(params, tokens, lengths, slots=WIDTH + RESPONSE - 1)
-    rows = np.zeros((len(PROMPTS), WIDTH + RESPONSE), np.int32)
+@pytest.mark.parametrize("share", [1, 3])
+def test_greedy_equals_a_plain_argmax_loop_in_keys_without_a_column_to_spare(params, share):
+    tokens, _, lengths, ended = decoded(params, opened(params, share))
+    np.testing.assert_array_equal(tokens, np.repeat(greedy_by_hand(params), share, axis=0))
+    np.testing.assert_array_equal(lengths, [RESPONSE] * 4 * share)
+    assert not ended.any()
+
+
+def test_a_sliding_window_hides_the_same_keys_as_in_the_plain_forward(params):
+    config = families.from_hf(tiny.HF | {"model_type": "mistral", "sliding_window": 3})
+    assert config.sliding_window == 3
+    bank = jax.jit(partial(decode.prefill, config, dtype=jnp.float32))(params, *padded(1))
+    state = begin(bank, starts(), columns=RESPONSE)
+    step = jax.jit(partial(decode.decode_chunk, config, window=RESPONSE, dtype=jnp.float32))
+    _, window = step(params, state, EVERYBODY, NEVER, bounds(), GREEDY)
     for row, prompt in enumerate(PROMPTS):
-        rows[row, : len(prompt)] = prompt
-    alone = np.asarray(forward(params, rows))[np.arange(len(PROMPTS)), lengths - 1]
-    np.testing.assert_allclose(logits, alone, atol=1e-5, rtol=0)
-    held = np.asarray(cache.segments)
-    np.testing.assert_array_equal(held[:, :WIDTH].sum(axis=1), lengths)
-    assert not held[:, WIDTH:].any()
-    np.testing.assert_array_equal(np.asarray(cache.positions)[0, :WIDTH], [0, 0, 0, 1, 2])
+        ids = np.int32([[*prompt, *window.tokens[row].tolist()]])
+        columns = np.arange(ids.shape[1])[None]
+        hidden, _ = transformer.apply(config, params, ids, columns, np.ones_like(ids))
+        best = np.asarray(heads.logits(config, params, hidden))[0].argmax(axis=-1)
+        np.testing.assert_array_equal(window.tokens[row], best[len(prompt) - 1 : -1])
 
 
-def test_greedy_equals_a_plain_argmax_loop_in_a_cache_without_a_slot_to_spare(params):
-    state = finish(params, begin(params, GREEDY), GREEDY)
-    np.testing.assert_array_equal(state.tokens, greedy_by_hand(params))
-    assert state.cache.length == state.cache.k.shape[2] == WIDTH + RESPONSE - 1
-    assert state.column == RESPONSE
-    np.testing.assert_array_equal(state.lengths, [RESPONSE] * 4)
-    np.testing.assert_array_equal(state.end_reason, [END_LENGTH] * 4)
-    assert state.done.all() and state.finite.all()
-
-
-def test_a_cache_one_slot_short_is_refused(params):
-    with pytest.raises(
-        ConfigError, match=r"9 slots for 5 tokens held and 5 new ones, need at least 10"
-    ):
-        begin(params, GREEDY, slots=WIDTH + RESPONSE - 2)
-    with pytest.raises(ConfigError, match="4 slots"):
-        begin(params, GREEDY, slots=WIDTH - 1)
-
-
-def test_a_chunk_runs_its_steps_and_no_further_than_the_limit(params):
-    nobody = np.zeros(len(PROMPTS), bool)
-    state, columns = begin(params, GREEDY), []
-    for _ in range(4):
-        columns.append(int(state.column))
-        state = advance(params, state, nobody, NEVER, GREEDY)
-    assert columns == [1, 3, 5, 6]
-    assert state.column == 6
-
-
-def test_one_token_needs_no_decode_step(params):
-    state = begin(params, GREEDY, slots=WIDTH, response=1)
-    assert state.done.all() and state.column == 1
-    np.testing.assert_array_equal(state.tokens[:, 0], greedy_by_hand(params)[:, 0])
+def test_a_chunk_ends_at_its_steps_its_window_or_when_few_enough_are_active(params):
+    state = opened(params)
+    run = lambda **limits: advance(params, state, EVERYBODY, NEVER, bounds(**limits), GREEDY)[1]  # noqa: E731
+    assert run(steps=3).steps == 3 and run().steps == 4
+    assert run(enough=3).steps == 4 and run(enough=4).steps == 0
+    short = run(limit=2)
+    assert short.steps == 2 and short.done.all() and not short.ended.any()
+    whole = greedy_by_hand(params)
+    ends = np.int32([whole[0, 1]])
+    first = min(
+        row.tolist().index(int(ends[0])) for row in whole if int(ends[0]) in row.tolist()
+    )
+    window = advance(params, state, EVERYBODY, ends, bounds(enough=3), GREEDY)[1]
+    assert window.steps == first + 1 and window.done.any()
 
 
 def test_stop_ids_end_a_row_after_themselves_and_leave_the_others_alone(params):
     whole = greedy_by_hand(params)
     ends = np.int32([whole[0, 2]])
-    state = finish(params, begin(params, GREEDY, ends), GREEDY, ends)
+    got, logprobs, lengths, ended = decoded(params, opened(params), ends=ends)
     for row, tokens in enumerate(whole.tolist()):
         length = tokens.index(int(ends[0])) + 1 if ends[0] in tokens else RESPONSE
-        assert state.lengths[row] == length
-        assert state.end_reason[row] == (END_EOS if ends[0] in tokens else END_LENGTH)
-        np.testing.assert_array_equal(
-            state.tokens[row], tokens[:length] + [0] * (RESPONSE - length)
-        )
-        assert not np.asarray(state.logprobs)[row, length:].any()
-    assert state.lengths[0] <= 3
+        assert lengths[row] == length and ended[row] == (ends[0] in tokens)
+        np.testing.assert_array_equal(got[row], tokens[:length] + [0] * (RESPONSE - length))
+        assert not logprobs[row, length:].any()
+    assert lengths[0] <= 3
 
 
-def test_idle_and_stopped_rows_stand_still_and_a_finished_batch_ends_the_loop(params):
-    idle = np.array([False, True, False, True])
-    state = begin(params, GREEDY, idle=idle)
-    np.testing.assert_array_equal(state.lengths, [1, 0, 1, 0])
-    state = advance(params, state, np.array([True, False, False, False]), NEVER, GREEDY)
-    np.testing.assert_array_equal(state.lengths, [1, 0, 3, 0])
-    assert not np.asarray(state.tokens)[[1, 3]].any()
-    before = int(state.column)
-    state = advance(params, state, ~idle, NEVER, GREEDY)
-    assert state.column == before
+def test_lanes_that_are_not_active_stand_still(params):
+    active = np.array([True, False, True, False])
+    state, window = advance(params, opened(params), active, NEVER, bounds(), GREEDY)
+    np.testing.assert_array_equal(window.counts, [4, 0, 4, 0])
+    np.testing.assert_array_equal(state.lengths, [4, 0, 4, 0])
+    assert not np.asarray(window.tokens)[[1, 3]].any()
+    again, window = advance(params, state, NOBODY, NEVER, bounds(), GREEDY)
+    assert window.steps == 0 and not window.counts.any()
+    np.testing.assert_array_equal(again.own.k, state.own.k)
 
 
-def test_a_row_that_ends_does_not_change_the_others(params):
-    sampling = make_sampling(1.0)
-    free = finish(params, begin(params, sampling), sampling)
-    idle = np.array([True, True, False, True])
-    alone = finish(params, begin(params, sampling, idle=idle), sampling)
-    np.testing.assert_array_equal(free.tokens[2], alone.tokens[2])
-    np.testing.assert_array_equal(free.logprobs[2], alone.logprobs[2])
+def test_a_sample_is_the_same_bits_alone_late_in_another_lane_and_behind_another(params):
+    """Lane 1 begins prompt 2 while the others are in the middle, then lane 3 does so behind a finished sample."""
+    free, logprobs, _, _ = decoded(params, opened(params), sampling=PLAIN)
+    bank = prefill(params, *padded(1))
+    state = begin(bank, starts(only=[0, 3]), columns=RESPONSE)
+    active = np.array([True, False, False, True])
+    state, _ = advance(params, state, active, NEVER, bounds(steps=3), PLAIN)
+    for lane in (1, 3):
+        late = starts(only=[lane])
+        for name in ("rows", "seen", "prompt_ids", "last"):
+            getattr(late, name)[lane] = getattr(late, name)[2]
+        state = insert(state, bank, late)
+        here = np.arange(4) == lane
+        tokens, scores, _, _ = decoded(params, state, active=here, sampling=PLAIN)
+        np.testing.assert_array_equal(tokens[lane], free[2])
+        np.testing.assert_array_equal(scores[lane], logprobs[2])
 
 
-def test_logits_that_are_not_numbers_mark_their_row(params):
+def test_growing_and_narrowing_change_no_sample(params):
+    free, _, _, _ = decoded(params, opened(params, share=2, columns=RESPONSE), sampling=PLAIN)
+    state = opened(params, share=2, columns=3)
+    state, window = advance(params, state, np.ones(8, bool), NEVER, bounds(steps=3), PLAIN)
+    np.testing.assert_array_equal(window.tokens[:, :3], free[:, :3])
+    state = state.replace(own=grow(state.own, columns=RESPONSE))
+    assert state.own.columns == RESPONSE
+    lanes = np.int32([7, 2, 5])
+    few = narrow(state, lanes)
+    assert len(few.seen) == len(few.last) == 3
+    tokens, _, _, _ = decoded(params, few, sampling=PLAIN)
+    np.testing.assert_array_equal(tokens[:, 3:], free[lanes, 3:])
+    tokens, _, _, _ = decoded(params, state, sampling=PLAIN)
+    np.testing.assert_array_equal(tokens[:, 3:], free[:, 3:])
+
+
+def test_logits_that_are_not_numbers_mark_their_row_and_end_the_chunk(params):
     broken = jax.tree.map(lambda x: x, params)
     broken["embed"]["kernel"] = broken["embed"]["kernel"].at[9, 0].set(jnp.nan)
-    state = begin(broken, GREEDY)
-    np.testing.assert_array_equal(state.finite, [True, False, True, True])
-    idle = np.array([False, True, False, False])
-    assert begin(broken, GREEDY, idle=idle).finite.all()
+    state = opened(broken)
+    window = advance(broken, state, EVERYBODY, NEVER, bounds(), GREEDY)[1]
+    np.testing.assert_array_equal(window.finite, [True, False, True, True])
+    assert window.steps == 1
+    idle = np.array([True, False, True, True])
+    window = advance(broken, state, idle, NEVER, bounds(steps=1), GREEDY)[1]
+    assert window.finite.all()
 
 
 def test_is_stop_knows_every_id_and_its_padding():
@@ -183,3 +230,26 @@ def test_is_stop_knows_every_id_and_its_padding():
         decode.is_stop(tokens, jnp.int32([0, -1])), [True, False, False, False]
     )
     assert not decode.is_stop(tokens, jnp.int32(NEVER)).any()
+
+
+def test_decoding_writes_keys_in_place_and_copies_no_weights():
+    """Temporaries of a chunk stay below its keys plus a tenth of the weights, whatever the number of layers."""
+    config = families.from_hf(
+        tiny.HF | {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 256}
+    )
+    weights = transformer.abstract_params(config)
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    bank = jax.eval_shape(
+        partial(decode.prefill, config, dtype=jnp.float32), weights, *padded(1)
+    )
+    state = jax.eval_shape(
+        partial(decode.begin, config, columns=256, dtype=jnp.float32), bank, starts(share=4)
+    )
+    chunk = partial(decode.decode_chunk, config, window=4, dtype=jnp.float32)
+    lowered = jax.jit(chunk, donate_argnums=1).lower(
+        weights, state, np.ones(16, bool), NEVER, bounds(), GREEDY
+    )
+    memory = lowered.compile().memory_analysis()
+    assert size(weights) > 2e6
+    assert memory.temp_size_in_bytes <= size((state.own, state.prompt)) + size(weights) / 10
+    assert memory.alias_size_in_bytes >= size((state.own, state.prompt))

@@ -12,7 +12,7 @@ from jaxrl_llm.errors import ConfigError, DataError
 from jaxrl_llm.metrics import CompileCounter
 from jaxrl_llm.models import families, heads, transformer
 from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP, Prompt
-from jaxrl_llm.rollout import sampling
+from jaxrl_llm.rollout import queue, sampling
 from jaxrl_llm.rollout.engine import generate, make_engine, truncated
 from jaxrl_llm.rollout.sampling import make_sampling
 from tests import tiny
@@ -20,8 +20,8 @@ from tests import tiny
 CONFIG = replace(tiny.model(), vocab_size=150)
 WIDTH, RESPONSE, CHUNK, N = 8, 10, 3, 2
 NEVER = (-1, -1)
-WAVES = {"prompt_buckets": (12,), "max_num_seqs": 4}
-"""Waves of two prompts, wider than the rest: other programs, so tokens may differ at near ties."""
+FEW = {"max_num_seqs": 4}
+"""Four slots for twelve samples: refilled, and other shapes than the rest, so tokens may differ at near ties."""
 GREEDY, PLAIN = make_sampling(greedy=True), make_sampling(1.0)
 IDS = ((5, 0, 6), (0, 9), (140, 4, 5, 6, 7), (8,), (3, 3, 3, 3, 3, 3, 3, 3), (149, 0))
 
@@ -65,6 +65,10 @@ def engine():
 
 
 def rollout(engine, params, settings=PLAIN, prompts=PROMPTS, n=N, slots=6, **more):
+    return with_stats(engine, params, settings, prompts, n, slots, **more)[0]
+
+
+def with_stats(engine, params, settings=PLAIN, prompts=PROMPTS, n=N, slots=6, **more):
     stream = {"seed": 1, "step": 7, "purpose": sampling.TRAIN} | more
     return generate(engine, params, prompts, n=n, sampling=settings, slots=slots, **stream)
 
@@ -129,9 +133,9 @@ def same_up_to_ties(params, one, other, settings=PLAIN, prompts=PROMPTS):
         )
         first, second = np.asarray(sampling.uniforms(key, jnp.int32(at)))[0]
         probs = np.exp(log_softmax(logits[row, at] / float(settings.temperature)))
-        blocks = np.pad(probs, (0, 106)).reshape(2, 128)
-        edges = np.cumsum(blocks.sum(axis=1))
-        inner = np.cumsum(blocks, axis=1) / blocks.sum(axis=1, keepdims=True)
+        grid = np.pad(probs, (0, 106)).reshape(2, 128)
+        edges = np.cumsum(grid.sum(axis=0))
+        inner = np.cumsum(grid, axis=0) / grid.sum(axis=0)
         assert min(np.abs(first - edges).min(), np.abs(second - inner).min()) < 1e-4
     assert ties <= max(1, 0.005 * one.response_tokens.size)
 
@@ -207,10 +211,13 @@ def test_order_and_company_do_not_change_a_sample(engine, params, free):
     identical(free, rollout(engine, params, prompts=PROMPTS[2:5]), rows=slice(4, 10))
 
 
-def test_waves_another_prompt_width_and_a_batch_of_one_give_the_same_samples(engine, params, free):
-    waves = rollout(replace(engine, **WAVES), params)
-    assert waves.prompt_tokens.shape == (6, 12)
-    same_up_to_ties(params, free, waves)
+def test_few_slots_another_prompt_width_and_a_batch_of_one_give_the_same_samples(
+    engine, params, free
+):
+    wide = rollout(build(tiny.mesh(), prompt_length=12), params)
+    assert wide.prompt_tokens.shape == (6, 12)
+    same_up_to_ties(params, free, wide)
+    same_up_to_ties(params, free, rollout(replace(engine, **FEW), params))
     greedy = rollout(engine, params, GREEDY)
     alone = rollout(engine, params, GREEDY, prompts=PROMPTS[2:3], n=1, slots=None)
     assert alone.response_tokens.shape == (1, RESPONSE)
@@ -223,8 +230,8 @@ def test_eight_devices_give_the_samples_of_one(params, free):
     old, placed = [], []
     many = rollout(watched(engine, old, placed), weights(mesh))
     same_up_to_ties(params, free, many)
-    kv = placed[0].cache.k.spec
-    assert (kv[1], kv[3]) == (("data", "fsdp"), "tensor")
+    kv = placed[0].own.k.spec
+    assert (kv[1], kv[2]) == (("data", "fsdp"), "tensor")
     assert all(one == placed[0] for one in placed)
     assert all(leaf.is_deleted() for leaf in old)
     counter.delta()
@@ -232,19 +239,94 @@ def test_eight_devices_give_the_samples_of_one(params, free):
     assert counter.delta() == 0
 
 
-def test_waves_never_hold_more_sequences_than_allowed(engine, params):
-    """8 rows over 4 data shards are 2 per shard: 1 prompt of 2 each, where rounding up would decode 16."""
-    sizes = []
+def test_refilled_slots_give_the_same_bits_in_any_order_and_company(engine, params, free):
+    """Stop ids make lengths uneven, so that slots are refilled one by one, in another order when the queue is turned round."""
+    ends = tuple(int(token) for token in free.response_tokens[[0, 3, 5, 8], [2, 4, 1, 6]])
+    few = replace(engine, stop_ids=ends, **FEW)
+    result, stats = with_stats(few, params)
+    assert len(set(result.response_lengths.tolist())) > 3
+    assert stats.decode_steps < 3 * RESPONSE
+    order = np.arange(12).reshape(6, 2)[::-1].ravel()
+    identical(result, rollout(few, params, prompts=PROMPTS[::-1]), order=order)
+    identical(result, rollout(few, params, prompts=PROMPTS[2:5]), rows=slice(4, 10))
+    identical(result, rollout(replace(few, chunk=1), params))
 
-    def prefill(_, tokens, *rest, **more):
-        sizes.append(tokens.shape[0] * N)
-        raise KeyboardInterrupt
 
-    for allowed, expected in ((8, 8), (13, 8), (16, 16), (2, 8), (None, 16)):
-        narrow = replace(build(tiny.mesh(2, 2, 1)), prefill=prefill, max_num_seqs=allowed)
-        with pytest.raises(KeyboardInterrupt):
-            rollout(narrow, params, prompts=PROMPTS + PROMPTS[:2], slots=8)
-        assert sizes.pop() == expected
+def test_own_keys_grow_when_a_response_needs_it_and_change_no_token(params, free, monkeypatch):
+    monkeypatch.setattr(queue, "FIRST_COLUMNS", 4)
+    engine, grown = build(tiny.mesh()), []
+    counting = replace(
+        engine, grow=lambda own, columns: grown.append(columns) or engine.grow(own, columns=columns)
+    )
+    same_up_to_ties(params, free, rollout(counting, params))
+    assert grown == [8, 10]
+    grown.clear()
+    ends = tuple(set(free.response_tokens[:, :4].ravel().tolist()))
+    short = rollout(replace(counting, stop_ids=ends), params)
+    assert short.response_lengths.max() <= 4 and grown == []
+
+
+def test_a_room_too_large_is_not_used(params, free):
+    """Responses that end within the first bucket run the programs of a small limit: keys of 64 columns, not of 48 * 8."""
+    config, shapes = replace(CONFIG, max_position=1024), []
+    engine = make_engine(
+        config, tiny.mesh(), dtype=jnp.float32, stop_ids=tuple(range(0, 150, 2)), decode_text=text,
+        chunk=CHUNK, prompt_length=WIDTH, response_length=512,
+    )  # fmt: skip
+
+    def advance(params, state, *rest):
+        shapes.append(state.own.k.shape)
+        return engine.advance(params, state, *rest)
+
+    result = rollout(replace(engine, advance=advance), params)
+    assert result.response_tokens.shape == (12, 512) and result.response_lengths.max() < 60
+    assert {shape[3] for shape in shapes} == {64}
+
+
+def test_every_prompt_is_prefilled_once_whatever_the_group_and_the_slots(engine, params):
+    for n, changes in ((2, {}), (2, FEW), (1, FEW), (5, FEW)):
+        seen = []
+
+        def prefill(params, tokens, lengths):
+            rows = zip(np.asarray(tokens).tolist(), np.asarray(lengths).tolist(), strict=True)
+            seen.extend(tuple(ids[:length]) for ids, length in rows if length)
+            return engine.prefill(params, tokens, lengths)
+
+        _, stats = with_stats(replace(engine, prefill=prefill, **changes), params, n=n)
+        assert sorted(seen) == sorted(ids[:-1] for ids in IDS if len(ids) > 1)
+        assert stats.prefill_tokens == sum(len(ids) - 1 for ids in IDS)
+
+
+def test_stats_count_steps_slots_and_tokens(engine, params, free):
+    _, stats = with_stats(engine, params)
+    assert stats.decode_steps == RESPONSE and stats.generated_tokens == 12 * RESPONSE
+    assert stats.slot_utilisation == 1.0
+    ends = (int(free.response_tokens[0, 2]), -1)
+    result, stats = with_stats(replace(engine, stop_ids=ends), params)
+    tokens = int(result.response_lengths.sum())
+    assert stats.generated_tokens == tokens < 12 * RESPONSE
+    assert stats.slot_utilisation == pytest.approx(tokens / (12 * RESPONSE))
+    _, stats = with_stats(engine, params, prompts=PROMPTS[:3])
+    assert stats.slot_utilisation == 0.5
+
+
+def test_slots_are_never_more_than_allowed_and_at_least_one_per_shard():
+    """8 prompts of 2 on 4 data shards: 16 samples at once, or as many lanes of their own as fit."""
+    for allowed, lanes, share in (
+        (16, 16, 2), (None, 16, 2), (13, 12, 1), (8, 8, 1), (2, 4, 1), (100, 16, 2),
+    ):  # fmt: skip
+        layout = queue.make_layout(8, 2, max_num_seqs=allowed, shards=4, prompt_width=8)
+        assert (layout.lanes, layout.share) == (lanes, share)
+        assert layout.units % 4 == 0 and layout.bank == 8
+
+
+def test_few_slots_on_eight_devices(params, free):
+    mesh = tiny.mesh(2, 2, 2)
+    engine = build(mesh, max_num_seqs=4)
+    same_up_to_ties(params, free, rollout(engine, weights(mesh)))
+    counter = CompileCounter()
+    rollout(engine, weights(mesh), make_sampling(0.5, 3, 0.9), prompts=PROMPTS[1:])
+    assert counter.delta() == 0
 
 
 # When it ends ------------------------------------------------------------------------------------------------------
@@ -307,7 +389,7 @@ def test_short_limits_are_met_exactly(engine, params, free, limit):
     np.testing.assert_array_equal(result.response_lengths, [limit] * 12)
     assert truncated(result).all()
     np.testing.assert_array_equal(result.response_tokens, free.response_tokens[:, :limit])
-    assert sorted(call[1] for call in calls) == list(range(12))
+    assert sorted(call[0] for call in calls) == list(range(12))
 
 
 # What is handed out ------------------------------------------------------------------------------------------------
@@ -316,7 +398,7 @@ def test_short_limits_are_met_exactly(engine, params, free, limit):
 def collect(engine, params, **more):
     """A rollout with its calls in order: `("row", row, ids)` and `("poll",)`."""
     events = []
-    more["on_finished"] = lambda first, row, ids: events.append(("row", first + row, ids))
+    more["on_finished"] = lambda row, ids: events.append(("row", row, ids))
     more["poll"] = lambda: events.append(("poll",))
     return rollout(engine, params, **more), events
 
@@ -330,7 +412,7 @@ def check_handed(result, events):
 
 
 def test_each_response_is_handed_out_once_and_short_ones_early(engine, params, free):
-    """Columns 1, 4, 7, 10: four looks of the host, each followed by a poll."""
+    """Columns 3, 6, 9, 10: four looks of the host, each after its rows followed by a poll."""
     ends = (int(free.response_tokens[0, 2]), int(free.response_tokens[3, 4]))
     result, events = collect(replace(engine, stop_ids=ends), params)
     check_handed(result, events)
@@ -340,33 +422,36 @@ def test_each_response_is_handed_out_once_and_short_ones_early(engine, params, f
         if event[0] == "row":
             seen[event[1]] = looks
     assert looks == 4
-    expected = [int(np.ceil((length - 1) / CHUNK)) for length in result.response_lengths]
+    expected = [(length - 1) // CHUNK for length in result.response_lengths.tolist()]
     assert [seen[row] for row in range(12)] == expected
     assert seen[0] <= 1
 
 
-def test_idle_rows_are_never_handed_out_and_waves_keep_their_numbers(engine, params, free):
+def test_idle_rows_are_never_handed_out_and_refilled_slots_keep_their_numbers(
+    engine, params, free
+):
     ends = (int(free.response_tokens[0, 2]), int(free.response_tokens[8, 4]))
-    stopping = replace(engine, stop_ids=ends, **WAVES)
+    stopping = replace(engine, stop_ids=ends, **FEW)
     result, events = collect(stopping, params, prompts=PROMPTS[:5])
     assert len(result.response_tokens) == 10
     check_handed(result, events)
-    order = [event[1] for event in events if event[0] == "row"]
-    assert sorted(order[:4]) == [0, 1, 2, 3] and sorted(order[8:]) == [8, 9]
+    idle, handed = collect(replace(engine, stop_ids=ends), params, prompts=PROMPTS[:5])
+    check_handed(idle, handed)
+    same_up_to_ties(params, idle, result, prompts=PROMPTS[:5])
 
 
 def test_a_stop_text_cuts_at_the_token_that_completes_it(engine, params, free):
-    """The pair ends at column 5, within the chunk of columns 4 to 6: the chunk runs on, the response does not."""
-    pair = text(free.response_tokens[0, 4:6])
+    """The pair ends at column 4, within the chunk of columns 3 to 5: the chunk runs on, the response does not."""
+    pair = text(free.response_tokens[0, 3:5])
     assert len(pair) == 2
     result, events = collect(replace(engine, stop_texts=("never", pair)), params)
     check_handed(result, events)
-    assert result.response_lengths[0] == 6 and result.end_reason[0] == END_STOP
+    assert result.response_lengths[0] == 5 and result.end_reason[0] == END_STOP
     np.testing.assert_array_equal(
-        result.response_tokens[0], [*free.response_tokens[0, :6], 0, 0, 0, 0]
+        result.response_tokens[0], [*free.response_tokens[0, :5], 0, 0, 0, 0, 0]
     )
-    np.testing.assert_array_equal(result.response_mask[0], [True] * 6 + [False] * 4)
-    assert result.sampler_logprobs[0, 5] != 0 and not result.sampler_logprobs[0, 6:].any()
+    np.testing.assert_array_equal(result.response_mask[0], [True] * 5 + [False] * 5)
+    assert result.sampler_logprobs[0, 4] != 0 and not result.sampler_logprobs[0, 5:].any()
     others = [row for row in range(1, 12) if pair not in text(free.response_tokens[row])]
     assert len(others) > 8
     identical(result, free, others, others)
@@ -375,9 +460,9 @@ def test_a_stop_text_cuts_at_the_token_that_completes_it(engine, params, free):
 def test_a_stop_text_across_a_chunk_border_or_before_an_end_id_or_at_the_limit(
     engine, params, free
 ):
-    across = text(free.response_tokens[2, 3:5])
+    across = text(free.response_tokens[2, 2:4])
     result = rollout(replace(engine, stop_texts=(across,)), params)
-    assert (result.response_lengths[2], result.end_reason[2]) == (5, END_STOP)
+    assert (result.response_lengths[2], result.end_reason[2]) == (4, END_STOP)
     ends = (int(free.response_tokens[4, 6]), -1)
     assert ends[0] not in free.response_tokens[4, :6]
     before = text(free.response_tokens[4, 4:6])
@@ -401,7 +486,9 @@ def test_rows_already_handed_out_are_not_decoded_again(engine, params, free):
     counting = lambda ids: seen.append(tuple(ids)) or text(ids)  # noqa: E731
     ends = (int(free.response_tokens[0, 0]), -1)
     rollout(replace(engine, stop_ids=ends, stop_texts=("never",), decode_text=counting), params)
-    assert seen.count((ends[0],)) == (free.response_tokens[:, 0] == ends[0]).sum()
+    starting = sum(ids[0] == ends[0] for ids in seen)
+    assert starting == (free.response_tokens[:, 0] == ends[0]).sum()
+    assert len(seen) < 4 * 12
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
@@ -414,8 +501,8 @@ def test_weights_that_are_not_numbers_are_reported_and_nothing_is_handed_out(eng
         result, events = collect(engine, broken, settings=settings)
         assert result.bad == 12
         assert events == []
-    waves, _ = collect(replace(engine, **WAVES), broken)
-    assert waves.bad == 4 and len(waves.response_tokens) == 4
+    few, events = collect(replace(engine, **FEW), broken)
+    assert few.bad == 4 and few.response_tokens.shape == (12, RESPONSE) and events == []
 
 
 def test_one_broken_row_is_counted_and_idle_rows_are_not(engine, params):
@@ -440,11 +527,11 @@ def test_ids_outside_the_vocabulary_are_refused_with_row_and_id(engine, params, 
 
 
 def test_what_does_not_fit_is_refused(engine, params):
-    with pytest.raises(ConfigError, match="length 9 does not fit"):
+    with pytest.raises(DataError, match="rows:2: a prompt of 9 tokens, need at most 8"):
         rollout(engine, params, prompts=[prompt(1, [3] * 9)])
     with pytest.raises(ConfigError, match=r"55 \+ 10 = 65 tokens, but the model reads 64"):
         build(tiny.mesh(), prompt_length=55)
-    assert build(tiny.mesh(), prompt_length=54).prompt_buckets == (27, 54)
+    assert build(tiny.mesh(), prompt_length=54).prompt_width == 54
 
 
 # What compiles and what is freed -----------------------------------------------------------------------------------
@@ -457,7 +544,20 @@ def test_nothing_compiles_after_the_first_rollout(engine, params, free):
     rollout(engine, params, make_sampling(1.3, 5, 0.9), step=9)
     rollout(engine, params, GREEDY, purpose=sampling.VALIDATE)
     rollout(engine, params, prompts=[prompt(3, [4] * 7)])
+    rollout(engine, params, prompts=[prompt(3, [4])], settings=make_sampling(1.0, None, 0.5))
     rollout(replace(engine, stop_ids=(3, 4), stop_texts=("never",)), params, prompts=PROMPTS[1:4])
+    assert counter.delta() == 0
+
+
+def test_a_rollout_needs_three_programs_and_a_refilled_one_a_fourth(params):
+    """Prefill, begin and advance; no operation of the host loop is a program of its own."""
+    engine, counter = build(tiny.mesh(), response_length=7), CompileCounter()
+    rollout(engine, params)
+    assert counter.delta() == 3
+    few = replace(engine, **FEW, stop_ids=tuple(range(0, 150, 3)))
+    rollout(few, params)
+    assert counter.delta() == 3, "begin, insert and advance for four lanes"
+    rollout(few, params, make_sampling(0.7, 9, 0.9), prompts=PROMPTS[:4], seed=4)
     assert counter.delta() == 0
 
 
@@ -466,8 +566,8 @@ def watched(engine, old, placed):
 
     def advance(params, state, *rest):
         new = engine.advance(params, state, *rest)
-        old.extend([state.cache.k, state.cache.v, state.tokens, state.logprobs])
-        placed.extend(jax.tree.map(lambda x: x.sharding, one) for one in (state, new))
+        old.extend([state.own.k, state.own.v, state.prompt.k, state.lengths])
+        placed.extend(jax.tree.map(lambda x: x.sharding, one) for one in (state, new[0]))
         return new
 
     return replace(engine, advance=advance)
@@ -477,7 +577,7 @@ def test_decode_state_is_donated_and_stays_where_it_is(engine, params):
     """A chunk that got its state placed otherwise than the first one would compile a second time."""
     old, placed = [], []
     rollout(watched(engine, old, placed), params)
-    assert len(old) == 12
+    assert len(old) == 16
     assert all(leaf.is_deleted() for leaf in old)
     assert all(one == placed[0] for one in placed)
 

@@ -1,0 +1,126 @@
+"""Which sample runs where: the scheduler alone, driven by made-up lengths."""
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.rollout import queue
+
+LIMIT = 1024
+
+
+def long_tailed(seed, count=512, spread=0.6):
+    """Log-normal lengths of median `LIMIT / 8`, cut at the limit."""
+    drawn = np.random.default_rng(seed).normal(np.log(LIMIT / 8), spread, count)
+    return np.clip(np.exp(drawn), 1, LIMIT).astype(int)
+
+
+def drive(schedule, lengths, chunk=32):
+    """Run the schedule as the engine does; returns slot-steps and the prompts in the order of their prefill."""
+    left, slot_steps, read, lanes_of = np.zeros(schedule.layout.lanes, int), 0, [], {}
+    while True:
+        for fresh, units in schedule.fill():
+            read.extend(fresh or ())
+            share = schedule.layout.share
+            for lane in (unit * share + i for unit in units for i in range(share)):
+                row = int(schedule.rows[lane])
+                assert row not in lanes_of, "a sample began twice"
+                assert row // schedule.n in range(schedule.in_bank - schedule.layout.bank, schedule.in_bank)
+                lanes_of[row], left[lane] = lane, lengths[row]
+        if (lanes := schedule.narrower()) is not None:
+            assert schedule.active.sum() == schedule.active[lanes].sum()
+            schedule.narrow(lanes)
+            left = left[lanes]
+        enough, steps = schedule.enough(), 0
+        while steps < chunk and (left > 0).sum() > enough:
+            left, steps = np.maximum(left - 1, 0), steps + 1
+        assert steps, "a chunk without a step: the loop would never end"
+        slot_steps += steps * len(left)
+        schedule.finish(schedule.active & (left == 0))
+        if not schedule.active.any() and not schedule.waiting:
+            assert sorted(lanes_of) == list(range(len(lengths)))
+            return slot_steps, read
+
+
+def make(prompts, n, allowed, shards=1, prompt_width=512):
+    layout = queue.make_layout(
+        prompts, n, max_num_seqs=allowed, shards=shards, prompt_width=prompt_width
+    )
+    return queue.Schedule(layout, prompts, n)
+
+
+@pytest.mark.parametrize("spread", [0.5, 0.6, 0.8])
+def test_slots_are_used_on_a_long_tailed_queue(spread):
+    """64 slots, 64 prompts of 8: at least 0.90, where batches of 64 that wait for their longest reach about 0.3."""
+    used, static = [], []
+    for seed in range(5):
+        lengths = long_tailed(seed, spread=spread)
+        slot_steps, read = drive(make(64, 8, 64), lengths)
+        assert read == list(range(64))
+        used.append(lengths.sum() / slot_steps)
+        static.append(lengths.sum() / (64 * lengths.reshape(8, 64).max(axis=1).sum()))
+    assert np.mean(used) >= 0.90
+    assert np.mean(static) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "allowed", "shards"),
+    [(5, 3, None, 1), (5, 3, 4, 1), (7, 1, 3, 1), (3, 8, 1, 1), (9, 4, 20, 4), (40, 8, 100, 4), (1, 1, None, 8)],
+)  # fmt: skip
+def test_every_sample_runs_once_and_every_prompt_is_read_once(prompts, n, allowed, shards):
+    schedule = make(prompts, n, allowed, shards, prompt_width=4096)
+    assert schedule.layout.bank == min(2 * shards, -(-prompts // shards) * shards)
+    lengths = np.random.default_rng(0).integers(1, 90, prompts * n)
+    _, read = drive(schedule, lengths)
+    assert read == list(range(prompts))
+
+
+def test_a_group_shares_a_unit_when_everything_fits():
+    schedule = make(6, 4, 24)
+    assert (schedule.layout.units, schedule.layout.share, schedule.layout.bank) == (6, 4, 6)
+    assert list(schedule.fill()) == [(range(6), [0, 1, 2, 3, 4, 5])]
+    np.testing.assert_array_equal(schedule.rows, np.arange(24))
+    assert not schedule.waiting and list(schedule.fill()) == []
+
+
+def test_free_slots_take_the_next_samples_in_order():
+    schedule = make(4, 2, 3)
+    assert list(schedule.fill()) == [(range(4), [0, 1, 2])]
+    schedule.finish(np.array([False, True, True]))
+    assert list(schedule.fill()) == [(None, [1, 2])]
+    np.testing.assert_array_equal(schedule.rows, [0, 3, 4])
+    assert [schedule.bank_row(row // 2) for row in schedule.rows] == [0, 1, 2]
+
+
+def test_a_chunk_ends_when_a_sixteenth_is_free_and_samples_wait():
+    schedule = make(64, 8, 64)
+    list(schedule.fill())
+    assert schedule.enough() == 60
+    few = make(4, 2, 3)
+    list(few.fill())
+    assert few.enough() == 2
+
+
+def test_decoding_narrows_to_the_active_slots_once_the_queue_is_empty():
+    schedule = make(8, 8, None)
+    list(schedule.fill())
+    assert queue.widths(schedule.layout) == [64, 32, 8]
+    assert schedule.enough() == 32 and schedule.narrower() is None
+    schedule.finish(np.arange(64) % 2 == 0)
+    lanes = schedule.narrower()
+    np.testing.assert_array_equal(lanes, np.arange(1, 64, 2))
+    schedule.narrow(lanes)
+    np.testing.assert_array_equal(schedule.rows, np.arange(1, 64, 2))
+    assert schedule.enough() == 8 and schedule.narrower() is None
+    schedule.finish(np.arange(32) >= 5)
+    lanes = schedule.narrower()
+    assert len(lanes) == 8 and lanes[:5].tolist() == [0, 1, 2, 3, 4]
+    schedule.narrow(lanes)
+    assert schedule.enough() == 0 and schedule.active.sum() == 5
+
+
+@pytest.mark.parametrize(
+    ("needed", "limit", "expected"),
+    [(1, 1024, 64), (64, 1024, 64), (65, 1024, 128), (129, 1024, 256), (600, 1000, 1000), (1, 10, 10)],
+)  # fmt: skip
+def test_columns_double_up_to_the_limit(needed, limit, expected):
+    assert queue.columns(needed, limit) == expected
