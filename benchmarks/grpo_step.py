@@ -102,7 +102,7 @@ def main(steps: int, variant: str) -> None:
     mesh = sharding.make_mesh(MeshShape(1, 1, 1), jax.devices()[:1])
     network = scoring.Network(config, mesh, jnp.dtype("float32"))
     params = transformer.init(config, jax.random.key(0))
-    reference = jax.tree.map(jnp.copy, params) if work.kl else None
+    reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params) if work.kl else None
     optim = OptimKnobs(lr=1e-4)
     schedule = optimizer.make_schedule(optim, steps)
     adamw = optimizer.make_optimizer(optim, schedule)
@@ -127,7 +127,9 @@ def main(steps: int, variant: str) -> None:
         prompts=PROMPTS,
         kl_loss_type="k3" if work.kl else None,
     )
-    algorithm = learner.init_algorithm_state(0.0, 0.04)
+    algorithm = jax.device_put(
+        learner.init_algorithm_state(0.0, 0.04), sharding.replicated(mesh)
+    )
     engine = make_engine(
         config,
         mesh,

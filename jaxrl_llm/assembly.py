@@ -226,7 +226,7 @@ def build(config: Config, say: Say) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        layouts=layouts_of(config, mesh),
+        layouts=layouts_of(config, mesh, actor.network.attention),
         score=scoring.make_score(actor.network, *widths),
         values=scoring.make_values(critic.network, *widths) if critic else None,
         prepare=learner.make_advantages(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import packing, scoring, sharding
 from jaxrl_llm.config import Config, needs_critic, needs_reference
 from jaxrl_llm.learner import Plan
-from jaxrl_llm.networks import attention_kind, critic_plan, plan_of
+from jaxrl_llm.networks import critic_plan, plan_of
 from jaxrl_llm.packing import Layout, Packed, make_layout
 from jaxrl_llm.records import Rollout
 from jaxrl_llm.rollout.sampling import SHUFFLE
@@ -31,8 +31,8 @@ class Layouts:
     reference: Layout
 
 
-def layouts_of(config: Config, mesh: Mesh) -> Layouts:
-    """Layouts from settings and mesh. Scoring shares the policy's rows unless it has sizes of its own: then its rows are filled
+def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
+    """Layouts from settings, mesh and kind of attention. Scoring shares the policy's rows unless it has sizes of its own: then its rows are filled
     from the whole batch."""
     a, c, o, r = config.actor, config.critic, config.rollout, config.ref
     trained = (a.ppo_micro_batch_size_per_device, a.use_dynamic_bsz, a.ppo_max_token_len_per_device)
@@ -46,7 +46,7 @@ def layouts_of(config: Config, mesh: Mesh) -> Layouts:
         shards=sharding.shards(mesh),
         share=config.model.use_prefix_sharing,
         pad=not config.model.use_remove_padding,
-        attention=attention_kind(config),
+        attention=attention,
     )
 
     def sized(plan: Plan, sizes: Sizes) -> Layout:

@@ -66,12 +66,11 @@ def make_actor_loss(
             micro.targets,
             jnp.float32(temperature),
             live=micro.slots,
+            entropy="trained" if knobs.entropy_coeff else "reading",
         )
         back = partial(packing.to_rows, micro=micro, width=rows.mask.shape[1])
         assert scores.entropy is not None
         logprobs, entropies = back(scores.logprobs), back(scores.entropy)
-        if knobs.entropy_coeff == 0:
-            entropies = jax.lax.stop_gradient(entropies)
         fresh = jax.lax.stop_gradient(logprobs)
         old = fresh if on_policy or rows.old_logprobs is None else rows.old_logprobs
         aggregate = partial(

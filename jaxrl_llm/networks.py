@@ -107,7 +107,7 @@ def _trained(
         mesh,
         compute_dtype(config.model.compute_dtype),
         "full" if remat else "dots",
-        attention_kind(config),
+        kernels.choose(config.model.attention, jax.default_backend(), model.sliding_window),
     )
     schedule = optimizers.make_schedule(optim, total_steps * plan.optimizer_steps)
     optimizer = optimizers.make_optimizer(optim, schedule)
@@ -183,11 +183,6 @@ def critic_plan(config: Config) -> learner.Plan:
         epochs=knobs.ppo_epochs or plan.epochs,
         mini_prompts=knobs.ppo_mini_batch_size or plan.mini_prompts,
     )
-
-
-def attention_kind(config: Config) -> str:
-    """`model.attention` with `auto` resolved for this platform."""
-    return kernels.choose(config.model.attention, jax.default_backend())
 
 
 def _first_params(trained: Trained, critic: bool) -> Params:

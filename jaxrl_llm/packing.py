@@ -27,7 +27,7 @@ SMALL_ROW = 4096
 """Without a setting, rows hold at most so many tokens (or one group, if that is longer)."""
 ROWS_PER_SHARE = 8
 """Without a setting, a device's share of a mini-batch is cut into about so many rows: coarser ones stay half empty."""
-RESPONSES_PER_ROW = 8
+RESPONSES_PER_ROW = 4
 """A row takes at most so many times the responses of full length that it could hold."""
 
 
@@ -88,8 +88,8 @@ class Layout:
 
     `prompts` x `group` trajectories are cut into mini-batches of `mini_prompts`, in `passes` different orders. A row holds at
     most `tokens` tokens and `responses` responses; `shards` rows make a micro-batch, and a mini-batch has at most `micros`.
-    With `share` a prompt is stored once per group, otherwise once per response; with `pad` every prompt and response takes
-    its full width, as unpacked training would. `block` is the attention's block of tokens, `attention` its kind.
+    With `share` a prompt is stored once per group, otherwise once per response; with `pad` every prompt and response is given the room
+    of its full width, as unpacked training would (what it does not use lies at the end of the row). `block` is the attention's block of tokens, `attention` its kind.
     """
 
     prompts: int
@@ -295,6 +295,7 @@ def pack(
         block=layout.block,
         prompt_width=layout.prompt_width,
         response_width=layout.response_width,
+        responses=layout.responses,
     )
     lead = segments.shape[:3]
     out["view"] = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), view)
@@ -419,8 +420,7 @@ def _write(
     ]
     positions[column:end] = np.arange(head)
     segment[column:end] = sees[column:end] = own
-    column += layout.prompt_width if layout.pad else head
-    stored = head
+    column, stored = end, head
     for row in piece.rows:
         length = int(rollout.response_lengths[row])
         stop = column + length
@@ -434,8 +434,8 @@ def _write(
         predictors[:1] = end - 1
         out["rows"][where][number] = row
         out["starts"][where][number], out["lengths"][where][number] = slot, length
-        column += layout.response_width if layout.pad else length
-        slot, number, stored = slot + length, number + 1, stored + length
+        column, slot = stop, slot + length
+        number, stored = number + 1, stored + length
     filled[:] = column, slot, number
     i, c, _ = where
     out["slots"][i, c] = max(out["slots"][i, c], slot)

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import metrics
+from jaxrl_llm import flops, hardware, metrics
 from jaxrl_llm.assembly import Parts
+from jaxrl_llm.config import needs_reference
 from jaxrl_llm.console import completions_table
 from jaxrl_llm.knobs import RewardKnobs
+from jaxrl_llm.networks import critic_plan
 from jaxrl_llm.records import Batch, Prompt, Rollout
 from jaxrl_llm.rewards.grader import Grade, summarize
 from jaxrl_llm.rollout.engine import Stats
@@ -43,6 +45,32 @@ def engine_row(stats: Stats, seconds: float, devices: int) -> Row:
         row["rollout/tokens_per_s"] = stats.generated_tokens / seconds
         row["rollout/tokens_per_s_per_device"] = stats.generated_tokens / seconds / devices
     return row
+
+
+def speed_row(parts: Parts, rollout: Rollout, times: Row, step: int) -> Row:
+    """Model FLOPs over the seconds of a step and of its updates, and as a share of what the devices can do where that is known."""
+    config, network, critic = parts.config, parts.actor.network, parts.critic
+    learns = critic is None or step > config.trainer.critic_warmup
+    work = flops.step(
+        network.config,
+        rollout.prompt_lengths,
+        rollout.response_lengths,
+        share=parts.layouts.actor.share,
+        log_probs=parts.old_logprobs_needed + needs_reference(config),
+        epochs=config.actor.ppo_epochs if learns else 0,
+        critic=None if critic is None else critic.network.config,
+        critic_epochs=critic_plan(config).epochs,
+    )
+    updates = ("timing_s/update_actor", "timing_s/update_critic")
+    kind = parts.mesh.devices.flat[0].device_kind
+    return metrics.speed(
+        step_flops=work.total,
+        step_seconds=times["timing_s/step"],
+        update_flops=work.trained,
+        update_seconds=sum(times.get(name, 0.0) for name in updates),
+        devices=parts.mesh.size,
+        peak=hardware.peak_flops(kind, network.dtype),
+    )
 
 
 def batch_row(batch: Batch) -> Row:

@@ -23,8 +23,8 @@ from jaxrl_llm.records import Params
 
 Array = jax.Array
 
-HEAD_ELEMENTS = {"cpu": 2**22}
-"""Logits per row that exist at once, by platform: the head runs over the slots in chunks of at most so many elements."""
+HEAD_ELEMENTS = {"cpu": 2**24}
+"""Logits per row that exist at once, by platform (64 MB in float32 on CPUs)."""
 HEAD_ELEMENTS_DEFAULT = 2**27
 HEAD_CHUNKS = 4
 """A row's slots are cut into at least so many chunks, because chunks behind the last response token are skipped."""
@@ -48,7 +48,9 @@ class Network:
             micro.tokens,
             micro.positions,
             micro.view.segments != 0,
-            mixer=kernels.make_mixer(self.attention, window=self.config.sliding_window),
+            mixer=kernels.make_mixer(
+                self.attention, window=self.config.sliding_window, mesh=self.mesh
+            ),
             view=micro.view,
             compute_dtype=self.dtype,
             remat=self.remat,
@@ -82,10 +84,12 @@ def token_scores(
     temperature: Array,
     *,
     live: Array | int | None = None,
-    entropy: bool = True,
+    entropy: str | None = "trained",
     squares: bool = False,
 ) -> Scores:
-    """Log-probs of `targets [R S]` (and entropies, sums of squared probabilities) from `hidden [R S D]`.
+    """Log-probs of `targets [R S]` (entropy, and behind it sums of squared probabilities) from `hidden [R S D]`.
+
+    Entropies are `"trained"`, only for `"reading"` (no gradient: the backward pass then skips them), or `None`.
 
     `softmax(logits / temperature)` in float32, chunk by chunk over the slots and recomputed in the backward pass: `[R S V]`
     never exists. Chunks that begin at slot `live` or behind are skipped and give 0.
@@ -103,20 +107,11 @@ def token_scores(
         flat = states.reshape(rows * chunk, -1)
         logits = heads.logits(network.config, params, flat, compute_dtype=network.dtype)
         logits = logits.reshape(rows, chunk, -1) / temperature
-        total = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
-        parts = [picked - total]
-        if entropy or squares:
-            probs = jnp.exp(logits - total[..., None])
-        if entropy:
-            parts.append(total - jnp.sum(probs * logits, axis=-1))
-        if squares:
-            parts.append(jnp.sum(jnp.square(probs), axis=-1))
-        return tuple(parts)
+        return token_numbers(logits, chosen, entropy, squares)
 
     def skip(states: Array, chosen: Array) -> tuple[Array, ...]:
         del states
-        return (jnp.zeros(chosen.shape, jnp.float32),) * (1 + entropy + squares)
+        return (jnp.zeros(chosen.shape, jnp.float32),) * (1 + bool(entropy) + squares)
 
     def one(piece: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         first, states, chosen = piece
@@ -129,7 +124,23 @@ def token_scores(
         jnp.moveaxis(part, 0, 1).reshape(rows, count * chunk)[:, :slots]
         for part in jax.lax.map(one, pieces)
     ]
-    return Scores(parts[0], parts[1] if entropy else None, parts[1 + entropy] if squares else None)
+    return Scores(*parts)
+
+
+def token_numbers(
+    logits: Array, chosen: Array, entropy: str | None, squares: bool
+) -> tuple[Array, ...]:
+    """Log-prob of `chosen [...]`, then where asked entropy and sum of squared probabilities, from float32 `logits [... V]`."""
+    total = jax.nn.logsumexp(logits, axis=-1)
+    parts = [jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - total]
+    if entropy == "reading":
+        logits, total = jax.lax.stop_gradient((logits, total))
+    log_probs = logits - total[..., None]
+    if entropy:
+        parts.append(total - jnp.sum(jnp.exp(log_probs) * logits, axis=-1))
+    if squares:
+        parts.append(jnp.sum(jnp.exp(2.0 * log_probs), axis=-1))
+    return tuple(parts)
 
 
 # Over all micro-batches ------------------------------------------------------------------------------------------------
@@ -204,7 +215,7 @@ def make_score(
                 micro.targets,
                 temperature,
                 live=micro.slots,
-                entropy=full,
+                entropy="reading" if full else None,
                 squares=full,
             )
             parts = (scores.logprobs, scores.entropy, scores.sum_pi_squared)

@@ -74,20 +74,22 @@ def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Tr
     run.signals.poll()
     run.samples = []
     with run.phases("step"):
-        state, row, tokens = _attempt(parts, run, state, step)
+        state, row, learned = _attempt(parts, run, state, step)
     skipped = int(row.get("actor/skipped_updates", 0) + row.get("critic/skipped_updates", 0))
-    state = _count(parts, state, step, bad=skipped > 0 or not tokens, skipped=skipped)
-    return state, row | _common(parts, run, state, step, tokens)
+    state = _count(parts, state, step, bad=skipped > 0 or learned is None, skipped=skipped)
+    return state, row | _common(parts, run, state, step, learned)
 
 
-def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row, int]:
-    """The new state, the row so far, and the tokens of the batch: 0 where it was thrown away before the update."""
+def _attempt(
+    parts: Parts, run: Run, state: TrainState, step: int
+) -> tuple[TrainState, Row, Rollout | None]:
+    """The new state, the row so far, and the rollout it learned from: `None` where it was thrown away before the update."""
     config, phases = parts.config, run.phases
     prompts = [parts.train.prompts[index] for index in parts.stream.next()]
     fault.point("after_data", step)
     graded = sample(parts, run, state, prompts, step, "train")
     if graded.rollout.bad:
-        return state, {"rollout/non_finite_rows": graded.rollout.bad}, 0
+        return state, {"rollout/non_finite_rows": graded.rollout.bad}, None
     state = _watch_rewards(parts, state, graded.grades)
     _tell_first_failure(run, graded.grades)
     scores = np.array([grade.score for grade in graded.grades], np.float64)
@@ -98,7 +100,7 @@ def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Trai
     count = max(config.trainer.log_completions_count, EXAMPLES)
     run.samples = report.samples(prompts, graded.texts, scores, config.rollout.n, count)
     if not np.isfinite(scores).any():
-        return state, row, 0
+        return state, row, None
     batch, packs, packed_as = _score(parts, run, state, graded.rollout, scores, step)
     row |= packed_as
     with phases("adv"):
@@ -108,7 +110,7 @@ def _attempt(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[Trai
     run.signals.poll()
     fault.point("before_update", step)
     state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, packs, step)
-    return state, row | numbers, report.tokens(graded.rollout, config.rollout.n)
+    return state, row | numbers, graded.rollout
 
 
 def _score(
@@ -303,17 +305,19 @@ def scalar(parts: Parts, value: int) -> jax.Array:
     return jax.device_put(np.int32(value), sharding.replicated(parts.mesh))
 
 
-def _common(parts: Parts, run: Run, state: TrainState, step: int, tokens: int) -> Row:
+def _common(parts: Parts, run: Run, state: TrainState, step: int, learned: Rollout | None) -> Row:
     """What every row holds: progress, counts of bad steps, times, speed, compilations, memory."""
     times = run.phases.row()
-    seconds = times.get("timing_s/step", 0.0)
+    seconds = times["timing_s/step"]
+    tokens = report.tokens(learned, parts.config.rollout.n) if learned else 0
     return {
         "training/global_step": step,
         "training/epoch": parts.stream.epoch,
         "training/bad_steps": int(state.counters.bad_steps),
         "training/skipped_updates": int(state.counters.skipped_updates),
         **times,
-        **(metrics.throughput(tokens, seconds, parts.mesh.size) if seconds else {}),
+        **metrics.throughput(tokens, seconds, parts.mesh.size),
+        **(report.speed_row(parts, learned, times, step) if learned else {}),
         **run.compilations.row(),
-        "perf/peak_rss_mb": metrics.peak_rss_mb(),
+        **metrics.memory(),
     }

@@ -1,9 +1,14 @@
+import json
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm.hardware import PEAKS, peak_flops
+from tests import rig
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,20 @@ def test_this_machine_has_no_rate_and_an_unknown_dtype_has_none():
 
 def test_no_device_is_faster_in_float32():
     assert all(0 < peak.float32 < peak.bfloat16 for peak in PEAKS.values())
+
+
+def test_the_device_check_runs_through_on_this_machine():
+    script = rig.ROOT / "benchmarks" / "device_check.sh"
+    environment = rig.environment() | {"PYTHON": sys.executable}
+    command = ["bash", str(script), "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    *rows, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["check"] for row in rows] == [
+        "model", "decode", "pack", "attention", "logprob_gap", "update", "memory",
+    ]  # fmt: skip
+    assert not any("failed" in row or "skipped" in row for row in rows), rows
+    summary = last["summary"]
+    assert summary["tiny/update/mfu"] is None and summary["tiny/update/tflops"] > 0
+    assert summary["tiny/attention/error"] < 1e-5 and summary["tiny/logprob_gap/max"] < 1e-4
+    speeds = [summary[f"tiny/{name}/tokens_per_s"] for name in ("decode", "update")]
+    assert min(speeds) > 0 and summary["seconds"] > 0

@@ -129,10 +129,9 @@ def test_chunks_behind_the_last_slot_are_skipped_and_give_nothing():
     assert np.isnan(spoiled).any(), "the next chunk is not skipped"
 
 
-def test_a_head_chunk_is_bounded_by_elements_and_by_the_row(monkeypatch):
-    monkeypatch.setattr(scoring, "HEAD_ELEMENTS", {"cpu": 2**22})
+def test_a_head_chunk_is_bounded_by_elements_and_by_the_row():
     assert scoring.head_chunk(576, 4096) == 144
-    assert scoring.head_chunk(4608, 49152) == 80
+    assert scoring.head_chunk(4608, 49152) == 336
     assert scoring.head_chunk(7, 29) == 2
     assert scoring.head_chunk(1, 2**30) == 1
 

@@ -8,9 +8,11 @@ import shutil
 import signal
 import time
 
+import jax
+import numpy as np
 import pytest
 
-from jaxrl_llm import fault, runtime
+from jaxrl_llm import fault, runtime, trainer
 from jaxrl_llm.checkpoint.lock import RunLock
 from jaxrl_llm.commands import train
 from jaxrl_llm.errors import (
@@ -460,3 +462,31 @@ def test_operational_settings_decide_what_is_written(base, tmp_path, capfd):
     assert len(rig.completions(folder)) == 2
     assert rig.steps(folder) == [2] and rig.steps(base) == [2, 4, 6]
     assert (folder / "plots" / "training.png").is_file()
+
+
+def test_chosen_steps_are_traced_and_late_compilations_are_named(tmp_path, capfd, monkeypatch):
+    jitted = jax.jit(lambda x: x * 3 + 17)
+
+    def with_a_change_of_shape(parts, run, state, step):
+        result = train_step(parts, run, state, step)
+        with run.phases("extra"):
+            jitted(np.ones(3 if step < 4 else 5, np.float32))
+        return result
+
+    train_step = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", with_a_change_of_shape)
+    settings = {
+        "trainer.run_dir": tmp_path / "run",
+        "trainer.profile_steps": "2,3,9",
+        "trainer.total_training_steps": 4,
+        "data.val_files": "[]",
+    }
+    assert rig.run_here(settings) == EXIT_OK
+    out = capfd.readouterr().out
+    profile = tmp_path / "run" / "profile"
+    assert sorted(path.name for path in profile.iterdir()) == ["step_2", "step_3"]
+    for step in (2, 3):
+        assert f"trace of step {step}: {profile}/step_{step} (" in out
+    assert "trainer.profile_steps: [9] are no steps of this run (1 to 4)" in out
+    [line] = [line for line in out.splitlines() if "recompiled" in line and "lambda" in line]
+    assert " at step 4 (" in line and "float32[5] instead of float32[3]; lengths" in line

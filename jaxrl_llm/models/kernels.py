@@ -282,7 +282,7 @@ def _gather(x: Array, index: Array) -> Array:
 
 
 def _library(kind: str, name: str) -> Any:
-    """A module of JAX's kernels, imported where it is used: half a second, and newer versions warn that some will go."""
+    """A module of JAX's kernels, imported where it is used: newer versions warn that some will go."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)

@@ -53,15 +53,15 @@ class Starts:
     the token `last [B]`. `stream [3]` is the seed, the step and the purpose of the random numbers.
     """
 
-    moves: Array
-    count: Array
-    rows: Array
-    seen: Array
-    fresh: Array
-    prompt_ids: Array
-    samples: Array
-    last: Array
-    stream: Array
+    moves: Any
+    count: Any
+    rows: Any
+    seen: Any
+    fresh: Any
+    prompt_ids: Any
+    samples: Any
+    last: Any
+    stream: Any
 
 
 @struct.dataclass
@@ -130,9 +130,7 @@ def insert(state: DecodeState, bank: KV, starts: Starts) -> DecodeState:
         return caches.copy_row(prompt, unit, bank, starts.rows[unit])
 
     units = jnp.arange(starts.moves.shape[0])
-    moved = jnp.any(
-        (starts.moves[None] == units[:, None]) & (units[None] < starts.count), axis=1
-    )
+    moved = jnp.any((starts.moves[None] == units[:, None]) & (units[None] < starts.count), axis=1)
     keys = row_keys(
         starts.stream[0], starts.stream[1], starts.stream[2], starts.prompt_ids, starts.samples
     )
@@ -230,23 +228,31 @@ def _decode_mixer(
         layer_of(x).astype(q.dtype) for x in (view.prompt.k, view.prompt.v, store.k, store.v)
     )
     product = partial(jnp.einsum, precision=exact, preferred_element_type=jnp.float32)
-    grouped = q.reshape(lanes, kv_heads, query_heads // kv_heads, size)
-    by_unit = grouped.reshape(units, share, *grouped.shape[1:])
-    scale, low = 1.0 / math.sqrt(size), jnp.finfo(jnp.float32).min
+    group, scale, low = query_heads // kv_heads, 1.0 / math.sqrt(size), jnp.finfo(jnp.float32).min
+    grouped = q.reshape(lanes, kv_heads, group, size)
 
-    prompt_scores = product("UcKgH,UKTH->UcKgT", by_unit, prompt_k) * scale
-    prompt_scores = jnp.where(view.prompt_mask[:, :, None, None], prompt_scores, low)
+    def by_unit(x: Array) -> Array:
+        apart = x.reshape(units, share, kv_heads, group, x.shape[-1])
+        return jnp.swapaxes(apart, 1, 2).reshape(units, kv_heads, share * group, x.shape[-1])
+
+    def by_lane(x: Array) -> Array:
+        apart = x.reshape(units, kv_heads, share, group, x.shape[-1])
+        return jnp.swapaxes(apart, 1, 2).reshape(lanes, kv_heads, group, x.shape[-1])
+
+    sees = jnp.repeat(view.prompt_mask, group, axis=1)[:, None]
+    prompt_scores = product("UKQH,UKTH->UKQT", by_unit(grouped), prompt_k) * scale
+    prompt_scores = jnp.where(sees, prompt_scores, low)
     own_scores = product("BKgH,BKSH->BKgS", grouped, own_k) * scale
     own_scores = jnp.where(view.own_mask[:, None, None], own_scores, low)
-    prompt_top = prompt_scores.max(-1).reshape(own_scores.shape[:-1])
-    top = jnp.maximum(prompt_top, own_scores.max(-1))
-    prompt_weights = jnp.exp(prompt_scores - top.reshape(prompt_scores.shape[:-1])[..., None])
-    own_weights = jnp.exp(own_scores - top[..., None])
-    total = prompt_weights.sum(-1).reshape(top.shape) + own_weights.sum(-1)
+    prompt_top = by_lane(prompt_scores.max(-1, keepdims=True))
+    top = jnp.maximum(prompt_top, own_scores.max(-1, keepdims=True))
+    prompt_weights = jnp.exp(prompt_scores - by_unit(top))
+    own_weights = jnp.exp(own_scores - top)
+    total = by_lane(prompt_weights.sum(-1, keepdims=True)) + own_weights.sum(-1, keepdims=True)
 
-    from_prompt = product("UcKgT,UKTH->UcKgH", prompt_weights.astype(q.dtype), prompt_v)
+    from_prompt = product("UKQT,UKTH->UKQH", prompt_weights.astype(q.dtype), prompt_v)
     from_own = product("BKgS,BKSH->BKgH", own_weights.astype(q.dtype), own_v)
-    mixed = (from_prompt.reshape(from_own.shape) + from_own) / total[..., None]
+    mixed = (by_lane(from_prompt) + from_own) / total
     return mixed.reshape(q.shape).astype(q.dtype), store
 
 
@@ -260,9 +266,9 @@ class Bounds:
     """How far a chunk may go: `steps` decode steps; it ends when no more than `enough` lanes are active; a response has at most
     `limit` tokens."""
 
-    steps: Array
-    enough: Array
-    limit: Array
+    steps: Any
+    enough: Any
+    limit: Any
 
 
 def decode_chunk(

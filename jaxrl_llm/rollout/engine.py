@@ -194,7 +194,9 @@ def generate(
     check_prompts(engine, prompts)
     run = _open(engine, prompts, max(slots or 0, len(prompts)), n)
     start = partial(_starts, run, np.array([seed, step, purpose], np.uint32))
-    schedule, state, bank = run.schedule, None, None
+    schedule = run.schedule
+    state: Any = None
+    bank: Any = None
     stop_ids = np.array(engine.stop_ids or (-1,), np.int32)
     while True:
         for fresh, units in schedule.fill():
@@ -222,8 +224,9 @@ def generate(
         finished = _collect(run, jax.device_get(window))
         if run.bad:
             break
-        for row in finished if on_finished else ():
-            on_finished(row, run.tokens[row, : run.lengths[row]].tolist())
+        if on_finished:
+            for row in finished:
+                on_finished(row, run.tokens[row, : run.lengths[row]].tolist())
         poll()
         if not schedule.active.any() and not schedule.waiting:
             break
@@ -284,16 +287,22 @@ def _starts(run: _Run, stream: np.ndarray, units: Sequence[int]) -> decode.Start
         bank_rows[unit], seen[unit] = run.schedule.bank_row(number), len(prompt.ids) - 1
         fresh[lanes], samples[lanes] = True, rows[lanes] % n
         prompt_ids[lanes], last[lanes] = prompt.prompt_id, prompt.ids[-1]
-    placed = sharding.put_rows(
-        run.engine.mesh, (bank_rows, seen, fresh, prompt_ids, samples, last)
-    )
-    return decode.Starts(moves, np.int32(len(units)), *placed, stream)
+    by_row = {
+        "rows": bank_rows,
+        "seen": seen,
+        "fresh": fresh,
+        "prompt_ids": prompt_ids,
+        "samples": samples,
+        "last": last,
+    }
+    placed = sharding.put_rows(run.engine.mesh, by_row)
+    return decode.Starts(moves=moves, count=np.int32(len(units)), stream=stream, **placed)
 
 
 # What comes back from a chunk ----------------------------------------------------------------------------------------
 
 
-def _collect(run: _Run, window: decode.Window) -> list[int]:
+def _collect(run: _Run, window: Any) -> list[int]:
     """Enter a chunk into the run; returns the rows that it finished, unless some logits were not finite (`run.bad`)."""
     schedule, engine = run.schedule, run.engine
     run.bad = int(np.sum(~window.finite & schedule.active))

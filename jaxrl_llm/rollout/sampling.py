@@ -135,7 +135,10 @@ def _pick(weights: Array, uniform: Array) -> Array:
 
 
 def _grid(values: Array, fill: float) -> Array:
-    """`[B V]` as rows of columns `[B V/C C]`, padded with `fill`."""
+    """`[B V]` as rows of columns `[B V/C C]`, padded with `fill`.
+
+    Never pad one array with two values in a program: sharded over the vocabulary, XLA gives both the same padding.
+    """
     batch, vocabulary = values.shape
     missing = -vocabulary % COLUMNS
     padded = jnp.pad(values, ((0, 0), (0, missing)), constant_values=fill) if missing else values

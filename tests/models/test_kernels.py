@@ -1,6 +1,5 @@
 """Choosing an attention, its views, the bins of `flash`, and library kernels in interpret mode against dense attention."""
 
-import warnings
 from functools import partial
 
 import jax
@@ -64,6 +63,14 @@ def compare(kind, view, window=None, dtype=jnp.float32, tolerance=1e-5, **how):
 )
 def test_auto_follows_the_platform_and_names_stay(kind, platform, chosen):
     assert kernels.choose(kind, platform) == chosen
+
+
+def test_auto_avoids_a_kernel_without_a_sliding_window():
+    assert kernels.choose("auto", "gpu", 4096) == "blocked"
+    assert kernels.choose("auto", "tpu", 4096) == "splash"
+    assert (
+        kernels.choose("flash", "gpu", 4096) == "flash"
+    )  # asked for by name: refused where it is used
 
 
 @pytest.mark.parametrize(
@@ -190,19 +197,23 @@ def test_flash_in_half_precision():
     compare("flash", view, dtype=jnp.bfloat16, tolerance=9e-3, interpret=True)
 
 
-def test_flash_refuses_a_window_and_a_jax_without_the_kernel(monkeypatch):
-    view, arrays = view_of("flash", [[]], 128), inputs(1, 128)
+def test_flash_refuses_a_sliding_window():
+    view = view_of("flash", [[]], 128)
     with pytest.raises(
         ConfigError, match=r"model\.attention: got flash for a model with a sliding"
     ):
-        through(kernels.make_mixer("flash", window=4), view, *arrays)
+        through(kernels.make_mixer("flash", window=4), view, *inputs(1, 128))
 
+
+@pytest.mark.parametrize("kind", kernels.HOME)
+def test_a_jax_without_the_kernel_is_named(kind, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
+    view, arrays = view_of(kind, [[]], 128), inputs(1, 128)
     monkeypatch.setattr(kernels.importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"this JAX has no such kernel \(jax\.experimental"):
-        through(kernels.make_mixer("flash"), view, *arrays)
+    with pytest.raises(ConfigError, match=rf"got {kind}, but this JAX has no such kernel \(jax"):
+        through(kernels.make_mixer(kind), view, *arrays)
 
 
 @pytest.mark.parametrize("kind", kernels.KINDS)
@@ -277,9 +288,3 @@ def test_checkpoint_policies_find_what_the_backward_pass_needs(kind):
         program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
         runs.append(program.as_text().count(" while("))
     assert runs[0] < runs[1]
-
-
-def test_importing_the_gpu_kernel_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert callable(kernels._triton())

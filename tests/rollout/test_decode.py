@@ -145,9 +145,7 @@ def test_a_chunk_ends_at_its_steps_its_window_or_when_few_enough_are_active(para
     assert short.steps == 2 and short.done.all() and not short.ended.any()
     whole = greedy_by_hand(params)
     ends = np.int32([whole[0, 1]])
-    first = min(
-        row.tolist().index(int(ends[0])) for row in whole if int(ends[0]) in row.tolist()
-    )
+    first = min(row.tolist().index(int(ends[0])) for row in whole if int(ends[0]) in row.tolist())
     window = advance(params, state, EVERYBODY, ends, bounds(enough=3), GREEDY)[1]
     assert window.steps == first + 1 and window.done.any()
 
@@ -221,6 +219,20 @@ def test_logits_that_are_not_numbers_mark_their_row_and_end_the_chunk(params):
     assert window.finite.all()
 
 
+def test_bfloat16_decodes_with_keys_of_its_own_type(params):
+    """Groups that share a unit: the first token's log-prob is that of float32 up to the shorter format."""
+    half = jax.jit(partial(decode.prefill, CONFIG, dtype=jnp.bfloat16))(params, *padded(1))
+    room = partial(decode.begin, CONFIG, columns=RESPONSE, dtype=jnp.bfloat16)
+    state = jax.jit(room)(half, starts(share=3))
+    assert state.own.k.dtype == state.prompt.v.dtype == jnp.bfloat16
+    chunk = jax.jit(partial(decode.decode_chunk, CONFIG, window=4, dtype=jnp.bfloat16))
+    _, window = chunk(params, state, np.ones(12, bool), NEVER, bounds(), GREEDY)
+    assert window.finite.all() and (window.counts == 4).all()
+    full = advance(params, opened(params, 3), np.ones(12, bool), NEVER, bounds(), GREEDY)[1]
+    assert (window.tokens[:, 0] == full.tokens[:, 0]).all()
+    np.testing.assert_allclose(window.logprobs[:, 0], full.logprobs[:, 0], atol=0.1)
+
+
 def test_is_stop_knows_every_id_and_its_padding():
     tokens = jnp.int32([0, 5, 7, 5])
     np.testing.assert_array_equal(
@@ -239,9 +251,7 @@ def test_decoding_writes_keys_in_place_and_copies_no_weights():
     )
     weights = transformer.abstract_params(config)
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
-    bank = jax.eval_shape(
-        partial(decode.prefill, config, dtype=jnp.float32), weights, *padded(1)
-    )
+    bank = jax.eval_shape(partial(decode.prefill, config, dtype=jnp.float32), weights, *padded(1))
     state = jax.eval_shape(
         partial(decode.begin, config, columns=256, dtype=jnp.float32), bank, starts(share=4)
     )

@@ -7,143 +7,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import sharding
 from jaxrl_llm.errors import ConfigError, DataError
 from jaxrl_llm.metrics import CompileCounter
-from jaxrl_llm.models import families, heads, transformer
-from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP, Prompt
-from jaxrl_llm.rollout import queue, sampling
-from jaxrl_llm.rollout.engine import generate, make_engine, truncated
+from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP
+from jaxrl_llm.rollout import sampling
+from jaxrl_llm.rollout.engine import truncated
 from jaxrl_llm.rollout.sampling import make_sampling
 from tests import tiny
-
-CONFIG = replace(tiny.model(), vocab_size=150)
-WIDTH, RESPONSE, CHUNK, N = 8, 10, 3, 2
-NEVER = (-1, -1)
-FEW = {"max_num_seqs": 4}
-"""Four slots for twelve samples: refilled, and other shapes than the rest, so tokens may differ at near ties."""
-GREEDY, PLAIN = make_sampling(greedy=True), make_sampling(1.0)
-IDS = ((5, 0, 6), (0, 9), (140, 4, 5, 6, 7), (8,), (3, 3, 3, 3, 3, 3, 3, 3), (149, 0))
-
-
-def text(ids):
-    """One letter per token; id 2 is special and shows nothing."""
-    return "".join(chr(0x4E00 + token) for token in ids if token != 2)
-
-
-def prompt(number, ids):
-    return Prompt(tuple(ids), "", (), "", "tiny", {}, number, f"rows:{number + 1}")
-
-
-PROMPTS = [prompt(10 + number, ids) for number, ids in enumerate(IDS)]
-
-
-def build(mesh, **changes):
-    settings = {
-        "dtype": jnp.float32, "stop_ids": NEVER, "decode_text": text, "chunk": CHUNK,
-        "prompt_length": WIDTH, "response_length": RESPONSE,
-    }  # fmt: skip
-    return make_engine(CONFIG, mesh, **(settings | changes))
-
-
-def weights(mesh):
-    """Large enough that neither is the model almost uniform nor a sample almost greedy."""
-    values = transformer.init(CONFIG, jax.random.key(3))
-    values = jax.tree.map(lambda x: x * 8.0 if x.ndim > 1 else x, values)
-    placed = sharding.param_shardings(mesh, families.param_dims(CONFIG), values)
-    return jax.device_put(values, placed)
-
-
-@pytest.fixture(scope="module")
-def params():
-    return weights(tiny.mesh())
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return build(tiny.mesh())
-
-
-def rollout(engine, params, settings=PLAIN, prompts=PROMPTS, n=N, slots=6, **more):
-    return with_stats(engine, params, settings, prompts, n, slots, **more)[0]
-
-
-def with_stats(engine, params, settings=PLAIN, prompts=PROMPTS, n=N, slots=6, **more):
-    stream = {"seed": 1, "step": 7, "purpose": sampling.TRAIN} | more
-    return generate(engine, params, prompts, n=n, sampling=settings, slots=slots, **stream)
-
-
-@pytest.fixture(scope="module")
-def free(engine, params):
-    """Sampled at temperature 1, every row up to the limit."""
-    return rollout(engine, params)
-
-
-@jax.jit
-def forward(params, tokens):
-    """Logits of whole rows `[B T]` that begin at column 0; what comes behind a column cannot change it."""
-    columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens))
-    return heads.logits(CONFIG, params, hidden)
-
-
-def response_logits(params, result, prompts=PROMPTS):
-    """Logits `[B Tr V]` before every response token, from one forward pass over prompt and response."""
-    group = len(result.response_tokens) // len(prompts)
-    rows = np.zeros((len(prompts) * group, WIDTH + RESPONSE), np.int32)
-    starts = np.repeat([len(one.ids) for one in prompts], group)
-    for row, first in enumerate(starts):
-        rows[row, :first] = prompts[row // group].ids
-        rows[row, first : first + RESPONSE] = result.response_tokens[row]
-    logits = np.asarray(forward(params, rows), np.float64)
-    return np.stack([logits[row, n - 1 : n - 1 + RESPONSE] for row, n in enumerate(starts)])
-
-
-def log_softmax(logits):
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def same_up_to_ties(params, one, other, settings=PLAIN, prompts=PROMPTS):
-    """Equal tokens up to a position whose uniform number lies within 1e-4 of an edge (greedy: gap of the best two below
-    1e-4), fewer than 0.5 % such positions or a single one, log-probs of equal prefixes within 1e-5."""
-    logits, group, ties = (
-        response_logits(params, one, prompts),
-        len(one.response_tokens) // len(prompts),
-        0,
-    )
-    for row in range(len(one.response_tokens)):
-        a, b = one.response_tokens[row], other.response_tokens[row]
-        equal = np.cumprod(a == b).astype(bool)
-        np.testing.assert_allclose(
-            one.sampler_logprobs[row][equal], other.sampler_logprobs[row][equal], atol=1e-5, rtol=0
-        )
-        if equal.all():
-            continue
-        ties += 1
-        at = int(np.argmin(equal))
-        if settings.greedy:
-            best = np.sort(logits[row, at])[-2:]
-            assert best[1] - best[0] < 1e-4
-            continue
-        key = sampling.row_keys(
-            *map(np.uint32, (1, 7, sampling.TRAIN)),
-            np.int32([prompts[row // group].prompt_id]),
-            np.int32([row % group]),
-        )
-        first, second = np.asarray(sampling.uniforms(key, jnp.int32(at)))[0]
-        probs = np.exp(log_softmax(logits[row, at] / float(settings.temperature)))
-        grid = np.pad(probs, (0, 106)).reshape(2, 128)
-        edges = np.cumsum(grid.sum(axis=0))
-        inner = np.cumsum(grid, axis=0) / grid.sum(axis=0)
-        assert min(np.abs(first - edges).min(), np.abs(second - inner).min()) < 1e-4
-    assert ties <= max(1, 0.005 * one.response_tokens.size)
-
-
-def identical(one, other, rows=slice(None), order=slice(None)):
-    for name in ("response_tokens", "sampler_logprobs", "response_lengths", "end_reason"):
-        np.testing.assert_array_equal(getattr(one, name)[rows], getattr(other, name)[order])
-
+from tests.rollout.rig import (
+    CHUNK,
+    FEW,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    RESPONSE,
+    WIDTH,
+    build,
+    identical,
+    log_softmax,
+    prompt,
+    response_logits,
+    rollout,
+    same_up_to_ties,
+    text,
+    weights,
+)
 
 # What is sampled --------------------------------------------------------------------------------------------------
 
@@ -236,96 +124,6 @@ def test_eight_devices_give_the_samples_of_one(params, free):
     assert all(leaf.is_deleted() for leaf in old)
     counter.delta()
     rollout(engine, weights(mesh), make_sampling(0.5, 3, 0.9))
-    assert counter.delta() == 0
-
-
-def test_refilled_slots_give_the_same_bits_in_any_order_and_company(engine, params, free):
-    """Stop ids make lengths uneven, so that slots are refilled one by one, in another order when the queue is turned round."""
-    ends = tuple(int(token) for token in free.response_tokens[[0, 3, 5, 8], [2, 4, 1, 6]])
-    few = replace(engine, stop_ids=ends, **FEW)
-    result, stats = with_stats(few, params)
-    assert len(set(result.response_lengths.tolist())) > 3
-    assert stats.decode_steps < 3 * RESPONSE
-    order = np.arange(12).reshape(6, 2)[::-1].ravel()
-    identical(result, rollout(few, params, prompts=PROMPTS[::-1]), order=order)
-    identical(result, rollout(few, params, prompts=PROMPTS[2:5]), rows=slice(4, 10))
-    identical(result, rollout(replace(few, chunk=1), params))
-
-
-def test_own_keys_grow_when_a_response_needs_it_and_change_no_token(params, free, monkeypatch):
-    monkeypatch.setattr(queue, "FIRST_COLUMNS", 4)
-    engine, grown = build(tiny.mesh()), []
-    counting = replace(
-        engine, grow=lambda own, columns: grown.append(columns) or engine.grow(own, columns=columns)
-    )
-    same_up_to_ties(params, free, rollout(counting, params))
-    assert grown == [8, 10]
-    grown.clear()
-    ends = tuple(set(free.response_tokens[:, :4].ravel().tolist()))
-    short = rollout(replace(counting, stop_ids=ends), params)
-    assert short.response_lengths.max() <= 4 and grown == []
-
-
-def test_a_room_too_large_is_not_used(params, free):
-    """Responses that end within the first bucket run the programs of a small limit: keys of 64 columns, not of 48 * 8."""
-    config, shapes = replace(CONFIG, max_position=1024), []
-    engine = make_engine(
-        config, tiny.mesh(), dtype=jnp.float32, stop_ids=tuple(range(0, 150, 2)), decode_text=text,
-        chunk=CHUNK, prompt_length=WIDTH, response_length=512,
-    )  # fmt: skip
-
-    def advance(params, state, *rest):
-        shapes.append(state.own.k.shape)
-        return engine.advance(params, state, *rest)
-
-    result = rollout(replace(engine, advance=advance), params)
-    assert result.response_tokens.shape == (12, 512) and result.response_lengths.max() < 60
-    assert {shape[3] for shape in shapes} == {64}
-
-
-def test_every_prompt_is_prefilled_once_whatever_the_group_and_the_slots(engine, params):
-    for n, changes in ((2, {}), (2, FEW), (1, FEW), (5, FEW)):
-        seen = []
-
-        def prefill(params, tokens, lengths):
-            rows = zip(np.asarray(tokens).tolist(), np.asarray(lengths).tolist(), strict=True)
-            seen.extend(tuple(ids[:length]) for ids, length in rows if length)
-            return engine.prefill(params, tokens, lengths)
-
-        _, stats = with_stats(replace(engine, prefill=prefill, **changes), params, n=n)
-        assert sorted(seen) == sorted(ids[:-1] for ids in IDS if len(ids) > 1)
-        assert stats.prefill_tokens == sum(len(ids) - 1 for ids in IDS)
-
-
-def test_stats_count_steps_slots_and_tokens(engine, params, free):
-    _, stats = with_stats(engine, params)
-    assert stats.decode_steps == RESPONSE and stats.generated_tokens == 12 * RESPONSE
-    assert stats.slot_utilisation == 1.0
-    ends = (int(free.response_tokens[0, 2]), -1)
-    result, stats = with_stats(replace(engine, stop_ids=ends), params)
-    tokens = int(result.response_lengths.sum())
-    assert stats.generated_tokens == tokens < 12 * RESPONSE
-    assert stats.slot_utilisation == pytest.approx(tokens / (12 * RESPONSE))
-    _, stats = with_stats(engine, params, prompts=PROMPTS[:3])
-    assert stats.slot_utilisation == 0.5
-
-
-def test_slots_are_never_more_than_allowed_and_at_least_one_per_shard():
-    """8 prompts of 2 on 4 data shards: 16 samples at once, or as many lanes of their own as fit."""
-    for allowed, lanes, share in (
-        (16, 16, 2), (None, 16, 2), (13, 12, 1), (8, 8, 1), (2, 4, 1), (100, 16, 2),
-    ):  # fmt: skip
-        layout = queue.make_layout(8, 2, max_num_seqs=allowed, shards=4, prompt_width=8)
-        assert (layout.lanes, layout.share) == (lanes, share)
-        assert layout.units % 4 == 0 and layout.bank == 8
-
-
-def test_few_slots_on_eight_devices(params, free):
-    mesh = tiny.mesh(2, 2, 2)
-    engine = build(mesh, max_num_seqs=4)
-    same_up_to_ties(params, free, rollout(engine, weights(mesh)))
-    counter = CompileCounter()
-    rollout(engine, weights(mesh), make_sampling(0.5, 3, 0.9), prompts=PROMPTS[1:])
     assert counter.delta() == 0
 
 
@@ -427,9 +225,7 @@ def test_each_response_is_handed_out_once_and_short_ones_early(engine, params, f
     assert seen[0] <= 1
 
 
-def test_idle_rows_are_never_handed_out_and_refilled_slots_keep_their_numbers(
-    engine, params, free
-):
+def test_idle_rows_are_never_handed_out_and_refilled_slots_keep_their_numbers(engine, params, free):
     ends = (int(free.response_tokens[0, 2]), int(free.response_tokens[8, 4]))
     stopping = replace(engine, stop_ids=ends, **FEW)
     result, events = collect(stopping, params, prompts=PROMPTS[:5])

@@ -24,7 +24,9 @@ def drive(schedule, lengths, chunk=32):
             for lane in (unit * share + i for unit in units for i in range(share)):
                 row = int(schedule.rows[lane])
                 assert row not in lanes_of, "a sample began twice"
-                assert row // schedule.n in range(schedule.in_bank - schedule.layout.bank, schedule.in_bank)
+                assert row // schedule.n in range(
+                    schedule.in_bank - schedule.layout.bank, schedule.in_bank
+                )
                 lanes_of[row], left[lane] = lane, lengths[row]
         if (lanes := schedule.narrower()) is not None:
             assert schedule.active.sum() == schedule.active[lanes].sum()
