@@ -172,6 +172,7 @@ def main(steps: int, variant: str) -> None:
         batch, algorithm, _ = prepare(batch, algorithm)
         arguments = (state, batch, packed, algorithm)
         state, numbers = clock.time("update", partial(update, *arguments))
+        gap = jax.device_get(numbers["logprob_gap_max"])
         row = {
             "step": step,
             **clock.row,
@@ -181,7 +182,7 @@ def main(steps: int, variant: str) -> None:
             "trained_tokens": packed_as.verl,
             **packed_as.row(),
             "compilations": compiled.delta(),
-            "logprob_gap": float(numbers["logprob_gap_max"][0]),
+            "logprob_gap": float(gap[0]),
             "peak_rss_mb": metrics.peak_rss_mb(),
         }
         rows.append(row)

@@ -48,6 +48,8 @@ class Engine:
     advance: Callable[..., Any]
     grow: Callable[..., Any]
     narrow: Callable[..., Any]
+    rehearsed: set[Any]
+    """Shapes whose narrower programs are compiled; like the programs themselves it only ever grows."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def make_engine(
         ),
         grow=jax.jit(caches.grow, static_argnames="columns", out_shardings=kv),
         narrow=jax.jit(decode.narrow, out_shardings=state),
+        rehearsed=set(),
     )
 
 
@@ -198,12 +201,14 @@ def generate(
     state: Any = None
     bank: Any = None
     stop_ids = np.array(engine.stop_ids or (-1,), np.int32)
+    rehearse = partial(_rehearse, engine, params, schedule.layout, stop_ids, sampling)
     while True:
         for fresh, units in schedule.fill():
             if fresh is not None:
                 bank = engine.prefill(params, *_bank(run, fresh))
             if state is None:
                 state = engine.begin(bank, start(units), columns=_columns(engine, 1))
+                rehearse(state, state.own.columns)
             else:
                 state = engine.insert(state, bank, start(units))
         lanes = schedule.narrower()
@@ -212,8 +217,9 @@ def generate(
             state = engine.narrow(state, lanes)
         longest = int(run.lengths[schedule.rows[schedule.active]].max())
         if longest >= state.own.columns:
-            grown = engine.grow(state.own, columns=_columns(engine, longest + 1))
-            state = state.replace(own=grown)
+            wide = _columns(engine, longest + 1)
+            rehearse(state, wide)
+            state = state.replace(own=engine.grow(state.own, columns=wide))
         bounds = decode.Bounds(
             steps=np.int32(state.own.columns - longest),
             enough=np.int32(schedule.enough()),
@@ -231,6 +237,34 @@ def generate(
         if not schedule.active.any() and not schedule.waiting:
             break
     return _result(run, step, bool(filters(sampling))), _stats(run)
+
+
+def _rehearse(
+    engine: Engine,
+    params: Any,
+    layout: queue.Layout,
+    stop_ids: np.ndarray,
+    sampling: Sampling,
+    state: decode.DecodeState,
+    columns: int,
+) -> None:
+    """Compile what fewer lanes will need at this number of columns, when it is first reached: every program runs on idle lanes.
+
+    Otherwise a batch that ends unevenly would compile in the middle of a run. Nothing to do where all rows end together.
+    """
+    lanes = state.last.shape[0]
+    shapes = (layout, lanes, columns)
+    if shapes in engine.rehearsed or not (engine.stop_ids or engine.stop_texts):
+        return
+    engine.rehearsed.add(shapes)
+    for width in [width for width in queue.widths(layout) if width < lanes]:
+        fewer = engine.narrow(state, np.arange(width, dtype=np.int32))
+        if columns > fewer.own.columns:
+            fewer = fewer.replace(own=engine.grow(fewer.own, columns=columns))
+        _rehearse(engine, params, layout, stop_ids, sampling, fewer, columns)
+        idle = sharding.put_rows(engine.mesh, np.zeros((width,), bool))
+        bounds = decode.Bounds(*(np.int32(0) for _ in range(3)))
+        engine.advance(params, fewer, idle, stop_ids, bounds, sampling)
 
 
 def _columns(engine: Engine, needed: int) -> int:
