@@ -40,8 +40,12 @@ from jaxrl_llm.networks import (
 from jaxrl_llm.records import Params
 from jaxrl_llm.rewards.table import unreadable_golds
 from jaxrl_llm.rollout.engine import Engine, make_engine
+from jaxrl_llm.rollout.queue import PREFILL_TOKENS
 
 Say = Callable[[str], None]
+
+PROMPT_STEP = 16
+"""Prompt widths of the engine are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +158,15 @@ def slots_for(
         2 * model.num_layers * columns * model.num_kv_heads * model.head_size * dtype.itemsize
     )
     weights_bytes = 4 * families.parameter_count(model) // tensor
-    room = limit * config.rollout.gpu_memory_utilization - weights_bytes
+    longest = config.data.max_prompt_length
+    prompts = -(-config.data.train_batch_size // sharding.shards(mesh)) * longest
+    bank = per_sequence / tensor / columns * min(max(PREFILL_TOKENS, longest), prompts)
+    room = limit * config.rollout.gpu_memory_utilization - weights_bytes - bank
     per_shard = int(room // (per_sequence / tensor))
-    if per_shard < config.rollout.n:
+    if per_shard < 1:
         raise ConfigError(
-            f"rollout: {room / 2**30:.1f} GiB of a device are left for key/value caches, but one group of {config.rollout.n} needs "
-            f"{config.rollout.n * per_sequence / tensor / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
+            f"rollout: {room / 2**30:.1f} GiB of a device are left for key/value caches, but one sequence needs "
+            f"{per_sequence / tensor / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
             "tensor_model_parallel_size, or shorten the responses"
         )
     slots = per_shard * sharding.shards(mesh)
@@ -207,7 +214,8 @@ def build(config: Config, say: Say) -> Parts:
     decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
     slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
-    engine = _engine(config, model, decode_mesh, actor.network.dtype, reader)
+    longest = max(len(prompt.ids) for some in (train, val) if some for prompt in some.prompts)
+    engine = _engine(config, model, decode_mesh, actor.network.dtype, reader, longest)
     reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
     widths = (config.data.train_batch_size * config.rollout.n, config.data.max_response_length)
     fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
@@ -243,8 +251,15 @@ def build(config: Config, say: Say) -> Parts:
 
 
 def _engine(
-    config: Config, model: families.ModelConfig, mesh: Mesh, dtype: Any, reader: tokenizer.Tokenizer
+    config: Config,
+    model: families.ModelConfig,
+    mesh: Mesh,
+    dtype: Any,
+    reader: tokenizer.Tokenizer,
+    longest_prompt: int,
 ) -> Engine:
+    """The engine, with room for the longest prompt there is, in steps of `PROMPT_STEP`, rather than the longest allowed."""
+    width = -(-longest_prompt // PROMPT_STEP) * PROMPT_STEP
     return make_engine(
         model,
         mesh,
@@ -254,7 +269,7 @@ def _engine(
         stop_texts=config.rollout.stop,
         chunk=config.rollout.decode_chunk,
         max_num_seqs=config.rollout.max_num_seqs,
-        prompt_length=config.data.max_prompt_length,
+        prompt_length=min(width, config.data.max_prompt_length),
         response_length=config.data.max_response_length,
     )
 

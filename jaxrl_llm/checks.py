@@ -270,11 +270,6 @@ def _rollout(c: Config) -> Iterator[str]:
         yield "rollout.stop: got an empty text, need texts of at least one character"
     if any(token < 0 for token in c.rollout.stop_token_ids):
         yield f"rollout.stop_token_ids: got {list(c.rollout.stop_token_ids)}, need ids of 0 or more"
-    if c.rollout.max_num_seqs is not None and c.rollout.max_num_seqs < c.rollout.n:
-        yield (
-            f"rollout.max_num_seqs = {c.rollout.max_num_seqs} does not hold one group of rollout.n = {c.rollout.n}; "
-            f"set it to {c.rollout.n} or more"
-        )
 
 
 def _validation(c: Config) -> Iterator[str]:

@@ -54,6 +54,7 @@ def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
         return make(
             mini_prompts=plan.mini_prompts,
             passes=plan.passes,
+            shuffle=plan.shuffle,
             micro_rows=None if dynamic else rows,
             budget=tokens if dynamic else None,
         )
@@ -95,7 +96,7 @@ def pack_all(
     for layout in dict.fromkeys((layouts.actor, layouts.critic, layouts.score, layouts.reference)):
         random = np.random.default_rng([seed, step, SHUFFLE])
         drawn = [random.permutation(layout.prompts) for _ in range(layout.passes)]
-        host, packed_as = packing.pack(layout, rollout, drawn if layout.passes > 1 else None)
+        host, packed_as = packing.pack(layout, rollout, drawn if layout.shuffle else None)
         packs[layout] = scoring.place(host, mesh)
         if layout == layouts.actor:
             row = packed_as.row()

@@ -86,7 +86,7 @@ def _fit(values: np.ndarray, width: int) -> np.ndarray:
 class Layout:
     """All shapes of packed rows: they follow from settings and never from a batch.
 
-    `prompts` x `group` trajectories are cut into mini-batches of `mini_prompts`, in `passes` different orders. A row holds at
+    `prompts` x `group` trajectories are cut into mini-batches of `mini_prompts`, with `shuffle` in `passes` drawn orders. A row holds at
     most `tokens` tokens and `responses` responses; `shards` rows make a micro-batch, and a mini-batch has at most `micros`.
     With `share` a prompt is stored once per group, otherwise once per response; with `pad` every prompt and response is given the room
     of its full width, as unpacked training would (what it does not use lies at the end of the row). `block` is the attention's block of tokens, `attention` its kind.
@@ -96,6 +96,7 @@ class Layout:
     group: int
     mini_prompts: int
     passes: int
+    shuffle: bool
     prompt_width: int
     response_width: int
     shards: int
@@ -129,6 +130,7 @@ def make_layout(
     response_width: int,
     shards: int,
     passes: int = 1,
+    shuffle: bool = False,
     micro_rows: int | None = None,
     budget: int | None = None,
     share: bool = True,
@@ -176,6 +178,7 @@ def make_layout(
         group=group,
         mini_prompts=mini_prompts,
         passes=passes,
+        shuffle=shuffle,
         prompt_width=prompt_width,
         response_width=response_width,
         shards=shards,

@@ -42,8 +42,8 @@ def engine_row(stats: Stats, seconds: float, devices: int) -> Row:
         "rollout/generated_tokens": stats.generated_tokens,
     }
     if seconds > 0:
-        row["rollout/tokens_per_s"] = stats.generated_tokens / seconds
-        row["rollout/tokens_per_s_per_device"] = stats.generated_tokens / seconds / devices
+        row["perf/rollout_tokens_per_s"] = stats.generated_tokens / seconds
+        row["perf/rollout_tokens_per_s_per_device"] = stats.generated_tokens / seconds / devices
     return row
 
 

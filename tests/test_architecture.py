@@ -48,10 +48,13 @@ TABLE: dict[str, str] = {
     "algorithms": "errors knobs masking records algorithms",
     "models": "errors models",
     "sharding": "checks",
-    "packing": "errors records",
+    "packing": "errors records models",
+    "flops": "models",
+    "hardware": "",
     "rollout": f"{FLOOR} models packing sharding rollout",
     "optimizer": "knobs records sharding",
-    "learner": f"{FLOOR} algorithms models sharding optimizer",
+    "scoring": f"{FLOOR} models packing sharding",
+    "learner": f"{FLOOR} algorithms models packing optimizer scoring",
     # happenings, one by one
     "sinks": "errors",
     "console": "sinks",
@@ -62,11 +65,12 @@ TABLE: dict[str, str] = {
     "evaluation": "records rewards",
     # the loop and what it is made of
     "runtime": "errors config checks checkpoint",
-    "networks": f"{FLOOR} config checks paths tokenizer models sharding optimizer learner",
-    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models sharding packing rollout learner "
+    "networks": f"{FLOOR} config checks paths tokenizer models scoring sharding optimizer learner",
+    "layouts": "config learner networks packing records rollout scoring sharding",
+    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer learner models sharding rollout layouts scoring "
     "checkpoint networks",
-    "report": f"{FLOOR} assembly metrics console rewards",
-    "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics packing report rewards rollout runtime sharding learner",
+    "report": f"{FLOOR} assembly config flops hardware metrics networks console rewards rollout",
+    "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics layouts packing report rewards rollout runtime sharding",
     "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault metrics models plots report "
     "rewards runtime sharding step",
     # the front
@@ -82,6 +86,8 @@ PURE = (
     "models",
     "rollout",
     "packing",
+    "scoring",
+    "flops",
     "optimizer",
     "learner",
     "sharding",

@@ -99,11 +99,12 @@ def test_the_rollout_mesh_is_the_training_mesh_where_both_have_one_shape(plain):
 
 
 def test_slots_fill_the_share_of_memory(plain, monkeypatch):
-    """Worked by hand: what 60 % of a made-up device leaves after the weights, over the bytes of one cache."""
+    """Worked by hand: what 60 % of a made-up device leaves after the weights, and the batch's prompts, over the bytes of one cache."""
     model, config = plain.actor.network.config, plain.config
     columns = 16 + 24
     each = 2 * model.num_layers * columns * model.num_kv_heads * model.head_size * 4
-    weights_bytes = 4 * families.parameter_count(model)
+    prompts = 8 * 16 * each // columns
+    weights_bytes = 4 * families.parameter_count(model) + prompts
 
     def slots(limit, share):
         knobs = replace(config.rollout, gpu_memory_utilization=share, max_num_seqs=None)
@@ -117,5 +118,5 @@ def test_slots_fill_the_share_of_memory(plain, monkeypatch):
     assert slots(limit, 0.5) == 10
     assert slots(limit, 1.0) == int((limit - weights_bytes) // each) > 20
     assert slots(None, 0.5) is None
-    with pytest.raises(ConfigError, match=r"one group of 4 needs"):
-        slots(2 * (weights_bytes + 3 * each), 0.5)
+    with pytest.raises(ConfigError, match=r"one sequence needs"):
+        slots(2 * weights_bytes + each, 0.5)

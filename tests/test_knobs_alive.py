@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import assembly, networks, packing, step
+from jaxrl_llm import assembly, layouts, networks, packing, step
 from jaxrl_llm.checks import check
 from jaxrl_llm.config import Config, leaves, load, override_all, resolve
 from jaxrl_llm.errors import ConfigError, DataError
@@ -30,6 +29,7 @@ GAE = {"algorithm.adv_estimator": "gae"}
 KL = {"actor.use_kl_loss": "true"}
 REWARD_KL = {"algorithm.use_kl_in_reward": "true"}
 ADAPTIVE = REWARD_KL | {"algorithm.kl_ctrl.type": "adaptive"}
+DYNAMIC = {"actor.use_dynamic_bsz": "true"}
 MINI = {"actor.ppo_mini_batch_size": 4}
 COSINE = {"actor.optim.lr_scheduler_type": "cosine"}
 CRITIC_COSINE = GAE | {"critic.optim.lr_scheduler_type": "cosine"}
@@ -50,9 +50,10 @@ def parts(settings, count=1):
 
 
 def a_batch(of):
-    """A made-up batch of this run's shapes, with everything that a loss may read."""
+    """A made-up batch of this run's shapes, with everything that a loss may read, and the rollout it is packed from."""
     prompts, n = of.config.data.train_batch_size, of.config.rollout.n
-    width, length = of.engine.prompt_buckets[-1], of.engine.response_length
+    layout = of.layouts.actor
+    width, length = layout.prompt_width, layout.response_width
     random, rows = np.random.default_rng(0), prompts * n
     ones = np.ones((rows, length), bool)
     rollout = Rollout(
@@ -67,9 +68,10 @@ def a_batch(of):
         end_reason=np.zeros((rows,), np.int32),
         policy_step=np.zeros((rows,), np.int32),
     )
-    made: Batch = packing.make_rows(rollout, np.zeros(rows), np.ones(rows, bool), width, length)
+    made: Batch = packing.make_batch(rollout, np.zeros(rows), np.ones(rows, bool), length)
     zero = np.zeros((rows, length), np.float32)
-    return replace(made, old_logprobs=zero, ref_logprobs=zero, values=zero, advantages=zero, returns=zero)  # fmt: skip
+    whole = replace(made, old_logprobs=zero, ref_logprobs=zero, values=zero, advantages=zero, returns=zero)  # fmt: skip
+    return whole, rollout
 
 
 @cache
@@ -77,18 +79,32 @@ def lowered(name, settings, count=1):
     """The text of one program of a run."""
     of = parts(dict(settings), count)
     state: Any = networks.abstract_state(of)
-    batch, key = a_batch(of), jax.random.key(0)
-    one = np.float32(1.0)
+    batch, rollout = a_batch(of)
+    packs, _ = layouts.pack_all(of.layouts, rollout, of.mesh, seed=0, step=1)
+    own, one = of.layouts, np.float32(1.0)
     programs: dict[str, Any] = {
-        "actor": lambda: (of.actor.update, state.actor, batch, state.algorithm, key),
-        "critic": lambda: (of.critic.update, state.critic, batch, state.algorithm, key),
-        "score": lambda: (of.score, state.actor.trainable, batch, one),
-        "reference": lambda: (of.score_reference, state.actor.trainable, batch, one),
-        "values": lambda: (of.values, state.critic.trainable, batch),
+        "actor": lambda: (of.actor.update, state.actor, batch, packs[own.actor], state.algorithm),
+        "critic": lambda: (
+            of.critic.update,
+            state.critic,
+            batch,
+            packs[own.critic],
+            state.algorithm,
+        ),
+        "score": lambda: (of.score, state.actor.trainable, packs[own.score], one),
+        "reference": lambda: (of.score, state.actor.trainable, packs[own.reference], one),
+        "values": lambda: (of.values, state.critic.trainable, packs[own.critic]),
         "advantages": lambda: (of.prepare, batch, state.algorithm),
     }
     program, *arguments = programs[name]()
     return program.lower(*arguments).as_text()
+
+
+def first_mini_batch(settings):
+    """The batch rows that the first optimizer step learns from."""
+    of = parts(settings)
+    packs, _ = layouts.pack_all(of.layouts, a_batch(of)[1], of.mesh, seed=0, step=1)
+    return np.asarray(packs[of.layouts.actor].members[0]).tolist()
 
 
 def program(name):
@@ -222,12 +238,14 @@ PROOFS: dict[str, str | Probe] = {
     "model.tokenizer_path": Probe(built(lambda of: of.tokenizer.digest), "NOWHERE"),
     "model.compute_dtype": Probe(program("score"), "bfloat16"),
     "model.enable_gradient_checkpointing": Probe(program("actor"), "true"),
-    "model.use_remove_padding": "tests/test_step.py::test_remove_padding_off_trains_the_full_width",
+    "model.attention": Probe(program("actor"), "reference"),
+    "model.use_remove_padding": Probe(built(lambda of: of.layouts.actor.pad), "false"),
+    "model.use_prefix_sharing": Probe(program("actor"), "false"),
     "data.train_files": Probe(prompts, "arithmetic:train:41"),
     "data.val_files": Probe(held_out, "arithmetic:heldout:7"),
     "data.train_batch_size": Probe(epoch, 16),
     "data.val_batch_size": Probe(called("greedy"), 5),
-    "data.max_prompt_length": Probe(engine("prompt_buckets"), 40),
+    "data.max_prompt_length": Probe(built(lambda of: of.layouts.actor.prompt_width), 40),
     "data.max_response_length": Probe(engine("response_length"), 25),
     "data.filter_overlong_prompts": Probe(prompts, "true", OVERLONG),
     "data.truncation": Probe(prompts, "right", OVERLONG),
@@ -272,8 +290,12 @@ PROOFS: dict[str, str | Probe] = {
     "algorithm.kl_ctrl.horizon": Probe(program("advantages"), 777, ADAPTIVE),
     "actor.ppo_mini_batch_size": Probe(program("actor"), 4),
     "actor.ppo_micro_batch_size_per_device": Probe(program("actor"), 2),
+    "actor.use_dynamic_bsz": Probe(
+        program("actor"), "true", {"actor.ppo_max_token_len_per_device": 64}
+    ),
+    "actor.ppo_max_token_len_per_device": Probe(program("actor"), 64, DYNAMIC),
     "actor.ppo_epochs": Probe(program("actor"), 2),
-    "actor.shuffle": Probe(program("actor"), "true", MINI),
+    "actor.shuffle": Probe(first_mini_batch, "true", MINI),
     "actor.clip_ratio": Probe(program("actor"), 0.33, MINI),
     "actor.clip_ratio_low": Probe(program("actor"), 0.33, MINI),
     "actor.clip_ratio_high": Probe(program("actor"), 0.33, MINI),
@@ -291,6 +313,10 @@ PROOFS: dict[str, str | Probe] = {
     "critic.enable_gradient_checkpointing": Probe(program("critic"), "true", GAE),
     "critic.ppo_mini_batch_size": Probe(program("critic"), 4, GAE),
     "critic.ppo_micro_batch_size_per_device": Probe(program("values"), 2, GAE),
+    "critic.use_dynamic_bsz": Probe(
+        program("values"), "true", GAE | {"critic.ppo_max_token_len_per_device": 64}
+    ),
+    "critic.ppo_max_token_len_per_device": Probe(program("values"), 64, GAE | DYNAMIC),
     "critic.ppo_epochs": Probe(program("critic"), 2, GAE),
     "critic.cliprange_value": Probe(program("critic"), 0.33, GAE),
     "critic.loss_agg_mode": Probe(program("critic"), "token-sum", GAE),
@@ -298,6 +324,10 @@ PROOFS: dict[str, str | Probe] = {
     "critic.optimizer_offload": Probe(refused, "true"),
     "ref.path": Probe(built(lambda of: of.fingerprint["reference"]), "NOWHERE", KL),
     "ref.log_prob_micro_batch_size_per_device": Probe(program("reference"), 2, KL),
+    "ref.log_prob_use_dynamic_bsz": Probe(
+        program("reference"), "true", KL | {"ref.log_prob_max_token_len_per_device": 64}
+    ),
+    "ref.log_prob_max_token_len_per_device": Probe(program("reference"), 64, KL | DYNAMIC),
     "ref.param_offload": "tests/test_step.py::test_an_offloaded_reference_scores_the_same",
     "rollout.n": Probe(called("train"), 8),
     "rollout.temperature": Probe(called("train"), 0.7),
@@ -314,6 +344,10 @@ PROOFS: dict[str, str | Probe] = {
         built(lambda of: dict(of.rollout_mesh.shape), count=8), 2
     ),
     "rollout.log_prob_micro_batch_size_per_device": Probe(program("score"), 2),
+    "rollout.log_prob_use_dynamic_bsz": Probe(
+        program("score"), "true", {"rollout.log_prob_max_token_len_per_device": 64}
+    ),
+    "rollout.log_prob_max_token_len_per_device": Probe(program("score"), 64, DYNAMIC),
     "mesh.data": Probe(many, 2),
     "mesh.fsdp": Probe(many, 2),
     "mesh.tensor": Probe(many, 2),
@@ -339,6 +373,7 @@ PROOFS: dict[str, str | Probe] = {
     "trainer.resume_from_path": "tests/test_trainer.py::test_a_run_continues_from_a_checkpoint_elsewhere",
     "trainer.on_damaged_checkpoint": "tests/test_trainer.py::test_a_damaged_checkpoint_is_never_trained_on",
     "trainer.max_bad_steps": "tests/test_step.py::test_bad_steps_in_a_row_stop_the_run",
+    "trainer.profile_steps": "tests/test_trainer.py::test_chosen_steps_are_traced_and_late_compilations_are_named",
     "trainer.nnodes": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",
     "trainer.n_devices_per_node": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",
     "trainer.compilation_cache_dir": "tests/test_runtime.py::test_the_compilation_cache_is_switched_on",

@@ -77,9 +77,6 @@ def test_the_row_of_a_batch_reads_trained_tokens_of_valid_rows_only():
     wild = np.full((3, 2), np.nan, np.float32)
     row = report.batch_row(
         Batch(
-            tokens=np.zeros((3, 4), np.int32),
-            segments=np.zeros((3, 4), np.int32),
-            positions=np.zeros((3, 4), np.int32),
             mask=mask,
             sampler_logprobs=np.where(mask, -1.0, wild),
             scores=np.zeros(3, np.float32),

@@ -297,23 +297,26 @@ def test_a_signal_before_the_update_leaves_the_state_alone(parts, fresh):
     assert bits(state) == before
 
 
-def test_remove_padding_off_trains_the_full_width(tmp_path):
-    class Seen(Exception):
-        pass
-
-    def watch(state, batch, *rest):
-        raise Seen(batch.tokens.shape, batch.mask.shape)
-
-    shapes = []
-    for cut in ("true", "false"):
-        parts = rig.build(SHORT | {"data.max_prompt_length": 32, "model.use_remove_padding": cut})
-        parts = replace(parts, actor=replace(parts.actor, update=watch))
+def test_padding_and_prompts_of_their_own_take_more_rows_and_change_no_step(tmp_path):
+    rows, states = [], []
+    for share, cut in (("true", "true"), ("false", "true"), ("false", "false")):
+        changes = {"model.use_prefix_sharing": share, "model.use_remove_padding": cut}
+        parts = rig.build(SHORT | {"data.max_prompt_length": 32} | changes)
         state, run = networks.first_state(parts), make_run(tmp_path, FakeGrader(spread))
-        with pytest.raises(Seen) as seen:
-            step.train_step(parts, run, state, 1)
-        shapes.append(seen.value.args)
-    # prompts of at most 16 tokens in buckets of 16 and 32; responses of 24
-    assert shapes == [((32, 16 + 24), (32, 24)), ((32, 32 + 24), (32, 24))]
+        state, row = step.train_step(parts, run, state, 1)
+        rows.append(row)
+        states.append(jax.device_get(state.actor.trainable))
+    shared, own, padded = rows
+    assert shared["packing/stored_tokens"] < own["packing/stored_tokens"]
+    assert (
+        own["packing/stored_tokens"]
+        == padded["packing/stored_tokens"]
+        == own["packing/verl_tokens"]
+    )
+    assert padded["packing/token_share"] < 0.7 < own["packing/token_share"]
+    for row in rows[1:]:
+        assert row["actor/grad_norm"] == pytest.approx(shared["actor/grad_norm"], rel=1e-4)
+        assert row["actor/pg_loss"] == pytest.approx(shared["actor/pg_loss"], abs=1e-5)
 
 
 def test_samples_are_the_first_of_each_group(parts, fresh):
