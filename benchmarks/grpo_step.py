@@ -84,7 +84,6 @@ class Work:
     response: int = 64
     room: int | None = None
     ragged: bool = False
-    max_num_seqs: int | None = None
     kl: float = KL_COEF
     micro_rows: int | None = None
     lr: float = 1e-4
@@ -160,7 +159,6 @@ def make_trainer(work: Work, config: families.ModelConfig, mesh: Any, steps: int
             stop_ids=range(END, config.vocab_size, END_EVERY) if work.ragged else (),
             stop_texts=(STOP_TEXT,) if work.room else (),
             decode_text=lambda ids: STOP_TEXT if len(ids) >= work.response else "",
-            max_num_seqs=work.max_num_seqs,
             prompt_length=work.prompt,
             response_length=work.limit,
         ),
@@ -245,9 +243,8 @@ def run(work: Work, steps: int) -> list[dict[str, float]]:
             frozen = clock.time("ref", partial(trainer.score, reference, packed, np.float32(1.0)))
             batch = batch.replace(ref_logprobs=frozen.logprobs)
         batch, algorithm, _ = clock.time("prepare", partial(trainer.prepare, batch, algorithm))
-        arguments = (state, batch, packed, algorithm)
-        del state
-        state, numbers = clock.time("update", lambda given=arguments: trainer.update(*given))
+        learn = partial(trainer.update, state, batch, packed, algorithm)
+        state, numbers = clock.time("update", learn)
         gap = jax.device_get(numbers["logprob_gap_max"])
         clock.row["step_wall"] = time.perf_counter() - wall
         clock.row["step_cpu"] = time.process_time() - cpu

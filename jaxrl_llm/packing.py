@@ -24,10 +24,10 @@ from jaxrl_llm.models import kernels
 from jaxrl_llm.records import Batch, Rollout
 
 SMALL_ROW = 4096
-"""Without a setting, rows hold at most so many tokens (or one group, if that is longer)."""
+"""Without a token budget, rows hold about so many tokens at most; a group of full length may take twice as many."""
 ROWS_PER_SHARE = 8
-"""Without a setting, a device's share of a mini-batch is cut into about so many rows: coarser ones stay half empty."""
-RESPONSES_PER_ROW = 4
+"""Without a token budget, a device's share of a mini-batch is cut into about so many rows: coarser ones stay half empty."""
+RESPONSES_PER_ROW = 6
 """A row takes at most so many times the responses of full length that it could hold."""
 
 
@@ -137,11 +137,12 @@ def make_layout(
     pad: bool = False,
     attention: str = "blocked",
 ) -> Layout:
-    """The layout of a batch under a budget of stored tokens per device, or of `micro_rows` trajectories of full length.
+    """The layout of a batch under a budget of stored tokens per device, or rows of a size that wastes little.
 
     `budget` is the most tokens that a device works on at once (verl's `ppo_max_token_len_per_gpu`, counted as stored: a shared
-    prompt once); `micro_rows` asks for the room of so many trajectories; with neither, rows are of a size that wastes little.
-    Rows are never longer than a device's whole share of a mini-batch. Raises `ConfigError` for a budget below one trajectory.
+    prompt once). Without one, rows are short enough to be full, and have at most the room of `micro_rows` trajectories of full
+    length. Rows are never longer than a device's whole share of a mini-batch. Raises `ConfigError` for a budget below one
+    trajectory.
     """
     single = prompt_width + response_width
     block = block_size(attention, single)
@@ -160,12 +161,11 @@ def make_layout(
                 f"{single} tokens; raise ppo_max_token_len_per_device (and log_prob_max_token_len_per_device)"
             )
         wanted = max(budget // block * block, single)
-    elif micro_rows is not None:
-        wanted = stored(min(micro_rows, share_rows))
     else:
         full = stored(min(per_prompt, share_rows))
-        least = full if full <= SMALL_ROW else single
+        least = full if full <= 2 * SMALL_ROW else single
         wanted = max(least, min(SMALL_ROW, whole // ROWS_PER_SHARE))
+        wanted = min(wanted, stored(min(micro_rows or share_rows, share_rows)))
     tokens = -(-min(wanted, whole) // block) * block
     responses = min(share_rows, max(RESPONSES_PER_ROW * tokens // response_width, per_prompt))
     fitting = min(max(1, (tokens - prompt_width) // response_width), responses)

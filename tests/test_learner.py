@@ -133,7 +133,7 @@ def plain_gradient(mode, critic=False):
 WAYS = {
     "one row": {},
     "rows of a group": {"micro_rows": 3},
-    "split groups": {"micro_rows": 2},
+    "split groups": {"budget": 16},
     "a token budget": {"budget": 32},
     "own prompts": {"share": False},
     "padded": {"share": False, "pad": True, "micro_rows": 5},

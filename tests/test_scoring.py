@@ -27,7 +27,7 @@ def plain_logits(params, rollout, temperature=1.0):
 
 LAYOUTS = {
     "shared": {},
-    "split": {"micro_rows": 2},
+    "split": {"budget": 16},
     "two mini-batches": {"mini_prompts": 2, "micro_rows": 3},
     "own prompts": {"share": False, "budget": 40},
     "padded": {"share": False, "pad": True, "micro_rows": 5},

@@ -23,8 +23,8 @@ class ActorKnobs:
     ppo_mini_batch_size: int = 256
     """Prompts per optimizer step (x `rollout.n` trajectories)."""
     ppo_micro_batch_size_per_device: int | None = None
-    """Trajectories one device runs at once in the update: it gets the room that so many take at full length, and packs what fits.
-    `None` takes rows of a size that wastes little. Never changes the gradient."""
+    """The most trajectories of full length that one device makes room for at once in the update; shorter ones share that room.
+    Rows are made smaller where larger ones would stay half empty. Never changes the gradient."""
     use_dynamic_bsz: bool = False
     """Bound what a device runs at once by tokens (`ppo_max_token_len_per_device`) instead of trajectories."""
     ppo_max_token_len_per_device: int = 16384

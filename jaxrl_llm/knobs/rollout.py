@@ -24,10 +24,11 @@ class RolloutKnobs:
     ignore_eos: bool = False
     """Decode to the length limit whatever is sampled (for benchmarks)."""
     decode_chunk: int = 32
-    """Decode steps in one compiled call; between calls the host looks for stop texts and hands finished responses to the
-    graders."""
+    """The most decode steps in one compiled call; between calls the host looks for stop texts, hands finished responses to the
+    graders and fills free slots. A call ends early when enough slots are free."""
     max_num_seqs: int | None = None
-    """Sequences decoded at once; `None` takes what `gpu_memory_utilization` leaves room for (on CPU: all of the batch)."""
+    """Slots: sequences decoded at once; a slot whose response ends takes the next one. `None` takes what `gpu_memory_utilization` leaves
+    room for (on CPU: all of the batch)."""
     gpu_memory_utilization: float = 0.5
     """Share of a device's memory that weights and KV cache may fill while decoding; read where the device reports its memory."""
     tensor_model_parallel_size: int = 1

@@ -48,7 +48,7 @@ def make_batch(token_rewards, mask, group_ids, *, valid=None, values=None, boots
     valid = np.ones(len(mask), bool) if valid is None else np.asarray(valid)
     none = np.zeros((len(mask), 0))
     return Batch(
-        tokens=none, segments=none, positions=none, mask=mask, sampler_logprobs=none,
+        mask=mask, sampler_logprobs=none,
         scores=np.zeros(len(mask)), group_ids=np.asarray(group_ids), valid=valid,
         values=values, token_rewards=token_rewards, bootstrap=bootstrap,
     )  # fmt: skip
