@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_llm import packing, sharding
 from jaxrl_llm.models import heads, kernels, transformer
@@ -92,8 +92,39 @@ def token_scores(
     Entropies are `"trained"`, only for `"reading"` (no gradient: the backward pass then skips them), or `None`.
 
     `softmax(logits / temperature)` in float32, chunk by chunk over the slots and recomputed in the backward pass: `[R S V]`
-    never exists. Chunks that begin at slot `live` or behind are skipped and give 0.
+    never exists. Chunks that begin at slot `live` or behind are skipped and give 0. Every device of the data axes works on its
+    own rows with the whole kernel of the head: left to the compiler, each chunk would gather it and add up its gradient anew.
     """
+    name = "embed" if network.config.tie_embeddings else "head"
+    live = jnp.int32(hidden.shape[1] if live is None else live)
+    score: Callable[..., tuple[Array, ...]] = partial(
+        _scores_of_rows, network, entropy=entropy, squares=squares
+    )
+    if network.mesh.size > 1:
+        whole, rows = PartitionSpec(), PartitionSpec(sharding.ROWS)
+        score = jax.shard_map(
+            score,
+            mesh=network.mesh,
+            in_specs=(whole, rows, rows, whole, whole),
+            out_specs=rows,
+            axis_names=set(sharding.ROWS),
+            check_vma=False,
+        )
+    return Scores(*score({name: params[name]}, hidden, targets, temperature, live))
+
+
+def _scores_of_rows(
+    network: Network,
+    params: Params,
+    hidden: Array,
+    targets: Array,
+    temperature: Array,
+    live: Array,
+    *,
+    entropy: str | None,
+    squares: bool,
+) -> tuple[Array, ...]:
+    """The numbers of `Scores` for rows of one device (of one group of devices that share a head), chunk by chunk."""
     rows, slots, _ = hidden.shape
     chunk = head_chunk(slots, network.config.vocab_size)
     count = -(-slots // chunk)
@@ -115,8 +146,6 @@ def token_scores(
 
     def one(piece: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         first, states, chosen = piece
-        if live is None:
-            return score(states, chosen)
         return jax.lax.cond(first < live, score, skip, states, chosen)
 
     pieces = (jnp.arange(count) * chunk, split(hidden), split(targets))
@@ -124,7 +153,7 @@ def token_scores(
         jnp.moveaxis(part, 0, 1).reshape(rows, count * chunk)[:, :slots]
         for part in jax.lax.map(one, pieces)
     ]
-    return Scores(*parts)
+    return tuple(parts)
 
 
 def token_numbers(

@@ -53,12 +53,12 @@ def drawn(prompts: int, group: int, prompt_width: int, width: int, lengths=None)
     )
 
 
-def lowered(config: families.ModelConfig, rollout: Rollout, **rows: Any):
+def lowered(config: families.ModelConfig, rollout: Rollout, mesh: Any = None, **rows: Any):
     """Update and score of a model over a rollout in one mini-batch, lowered, with its layout and packed rows."""
-    mesh, prompts = tiny.mesh(), len(rollout.prompt_tokens)
+    mesh, prompts = mesh or tiny.mesh(), len(rollout.prompt_tokens)
     kind = rows.get("attention", "blocked")
     network = scoring.Network(config, mesh, jnp.dtype("float32"), "full", kind)
-    layout = tiny.layout(rollout, **rows)
+    layout = tiny.layout(rollout, sharding.shards(mesh), **rows)
     packed = packing.pack(layout, rollout)[0]
     width = layout.response_width
     zeros = np.zeros((prompts * layout.group, width), np.float32)
@@ -66,7 +66,15 @@ def lowered(config: families.ModelConfig, rollout: Rollout, **rows: Any):
     batch = batch.replace(advantages=zeros, ref_logprobs=zeros)
     adamw, schedule = make_adamw()
     params = transformer.abstract_params(config)
-    state = learner.ModelState(params, {}, jax.eval_shape(adamw.init, params))
+    spread = sharding.param_shardings(mesh, families.param_dims(config), params)
+    placed = spread, optimizer.state_shardings(adamw, params, spread, mesh)
+    made = params, jax.eval_shape(adamw.init, params)
+    params, moments = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        made,
+        placed,
+    )
+    state = learner.ModelState(params, {}, moments)
     loss = learner.make_actor_loss(network, KNOBS, 1.0, on_policy=True)
     plan = learner.Plan(prompts, 1, prompts)
     update = learner.make_update(loss, adamw, schedule, plan, mesh)
@@ -153,6 +161,22 @@ def test_whole_logits_and_whole_scores_would_be_seen(chunks, rows, monkeypatch):
     monkeypatch.setattr(scoring, "HEAD_CHUNKS", chunks)
     _, score, _, _ = lowered(LARGE, drawn(2, 7, 128, 128), budget=LONG, **rows)
     assert largest(score.compile()) >= LONG * LONG
+
+
+COLLECTIVE = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_moves_once_per_micro_batch_and_not_with_every_chunk(tied):
+    """Chunks of the head are the branches of a condition: on four devices nothing is exchanged there."""
+    config = replace(LARGE, tie_embeddings=tied, num_layers=1)
+    rollout = drawn(4, 4, 64, 64)
+    update, score, _, _ = lowered(config, rollout, tiny.mesh(data=2, fsdp=2), micro_rows=4)
+    for program in (update, score):
+        text = program.compile().as_text()
+        exchanges = [line for line in text.splitlines() if COLLECTIVE.search(line)]
+        assert "cond/branch" in text and len(exchanges) > 3
+        assert not [line for line in exchanges if "cond/branch" in line]
 
 
 # A whole step ------------------------------------------------------------------------------------------------------------
