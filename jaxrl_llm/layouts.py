@@ -17,8 +17,8 @@ from jaxrl_llm.packing import Layout, Packed, make_layout
 from jaxrl_llm.records import Rollout
 from jaxrl_llm.rollout.sampling import SHUFFLE
 
-Sizes = tuple[int | None, bool | None, int | None]
-"""Trajectories at once, whether tokens bound instead, tokens at once."""
+Sizes = tuple[int | None, int | None]
+"""Trajectories at once, or tokens at once: one of them is `None`."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,21 @@ class Layouts:
     reference: Layout
 
 
+def sizes(rows: int | None, dynamic: bool | None, tokens: int | None) -> Sizes:
+    """What bounds a device: `tokens` with `dynamic`, else `rows`; the other setting does not count."""
+    return (None, tokens) if dynamic else (rows, None)
+
+
 def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
-    """Layouts from settings, mesh and kind of attention. Scoring shares the policy's rows unless it has sizes of its own: then its rows are filled
-    from the whole batch."""
+    """Layouts from settings, mesh and kind of attention. Scoring shares the policy's rows unless other sizes hold for it: then its
+    rows are filled from the whole batch."""
     a, c, o, r = config.actor, config.critic, config.rollout, config.ref
-    trained = (a.ppo_micro_batch_size_per_device, a.use_dynamic_bsz, a.ppo_max_token_len_per_device)
-    valued = (c.ppo_micro_batch_size_per_device, c.use_dynamic_bsz, c.ppo_max_token_len_per_device)
+    trained = sizes(
+        a.ppo_micro_batch_size_per_device, a.use_dynamic_bsz, a.ppo_max_token_len_per_device
+    )
+    valued = sizes(
+        c.ppo_micro_batch_size_per_device, c.use_dynamic_bsz, c.ppo_max_token_len_per_device
+    )
     make = partial(
         make_layout,
         prompts=config.data.train_batch_size,
@@ -49,14 +58,13 @@ def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
         attention=attention,
     )
 
-    def sized(plan: Plan, sizes: Sizes) -> Layout:
-        rows, dynamic, tokens = sizes
+    def sized(plan: Plan, bounds: Sizes) -> Layout:
         return make(
             mini_prompts=plan.mini_prompts,
             passes=plan.passes,
             shuffle=plan.shuffle,
-            micro_rows=None if dynamic else rows,
-            budget=tokens if dynamic else None,
+            micro_rows=bounds[0],
+            budget=bounds[1],
         )
 
     plan = plan_of(config)
@@ -64,8 +72,8 @@ def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
     whole = replace(plan, mini_prompts=plan.prompts, shuffle=False)
 
     def scored(rows: int | None, dynamic: bool | None, tokens: int | None) -> Layout:
-        sizes = (rows, dynamic, tokens)
-        return policy if sizes == trained else sized(whole, sizes)
+        bounds = sizes(rows, dynamic, tokens)
+        return policy if bounds == trained else sized(whole, bounds)
 
     return Layouts(
         actor=policy,

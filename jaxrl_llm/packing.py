@@ -23,30 +23,15 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import kernels
 from jaxrl_llm.records import Batch, Rollout
 
-SMALL_ROW = 4096
-"""Without a token budget, rows hold about so many tokens at most; a group of full length may take twice as many."""
+SMALL_ROW = {"cpu": 2048}
+SMALL_ROW_DEFAULT = 8192
+"""Without a token budget, rows hold at most so many tokens, by platform, or one trajectory of full length; whole groups of full
+length, where one fits."""
 ROWS_PER_SHARE = 8
 """Without a token budget, a device's share of a mini-batch is cut into about so many rows: coarser ones stay half empty."""
-RESPONSES_PER_ROW = 6
-"""A row takes at most so many times the responses of full length that it could hold."""
-
-
-def buckets(longest: int, smallest: int = 16) -> tuple[int, ...]:
-    """Widths that arrays are cut to: `longest` and its halves down to `smallest`, ascending."""
-    widths = [longest]
-    while widths[-1] % 2 == 0 and widths[-1] // 2 >= smallest:
-        widths.append(widths[-1] // 2)
-    return tuple(sorted(widths))
-
-
-def bucket(length: int, widths: Sequence[int]) -> int:
-    """The smallest width that holds `length`; `ConfigError` when none does."""
-    for width in widths:
-        if length <= width:
-            return width
-    raise ConfigError(
-        f"a batch of length {length} does not fit: got widths {list(widths)}, need one of at least {length}"
-    )
+RESPONSES_PER_ROW = {"flash": 6}
+RESPONSES_PER_ROW_DEFAULT = 32
+"""A row takes at most so many times the responses of full length that it could hold, by kind of attention."""
 
 
 def make_batch(
@@ -162,12 +147,15 @@ def make_layout(
             )
         wanted = max(budget // block * block, single)
     else:
+        most = SMALL_ROW.get(jax.default_backend(), SMALL_ROW_DEFAULT)
         full = stored(min(per_prompt, share_rows))
-        least = full if full <= 2 * SMALL_ROW else single
-        wanted = max(least, min(SMALL_ROW, whole // ROWS_PER_SHARE))
+        unit = full if full <= most else 1
+        wanted = max(single, min(most, whole // ROWS_PER_SHARE))
+        wanted = min(-(-wanted // unit), max(1, most // unit)) * unit
         wanted = min(wanted, stored(min(micro_rows or share_rows, share_rows)))
     tokens = -(-min(wanted, whole) // block) * block
-    responses = min(share_rows, max(RESPONSES_PER_ROW * tokens // response_width, per_prompt))
+    crowd = RESPONSES_PER_ROW.get(attention, RESPONSES_PER_ROW_DEFAULT)
+    responses = min(share_rows, max(crowd * tokens // response_width, per_prompt))
     fitting = min(max(1, (tokens - prompt_width) // response_width), responses)
     pieces = -(-per_prompt // fitting)
     most_pieces = rows // per_prompt * pieces

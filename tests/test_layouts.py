@@ -92,6 +92,21 @@ def test_a_use_that_does_not_exist_needs_no_rows_of_its_own():
     assert groups(made(grpo | KL | sizes)) == apart("reference")
 
 
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {
+            "rollout.log_prob_max_token_len_per_device": 80,
+            "critic.ppo_max_token_len_per_device": 90,
+        },
+        DYNAMIC | {"ref.log_prob_micro_batch_size_per_device": 2},
+    ],
+)
+def test_a_bound_that_does_not_hold_needs_no_rows_of_its_own(unused):
+    """Tokens without dynamic batches, and trajectories with them."""
+    assert groups(made(ALL | unused)) == {frozenset(USES)}
+
+
 def test_scoring_with_sizes_of_its_own_takes_the_whole_batch_at_once():
     small = {"actor.ppo_mini_batch_size": 2, "actor.shuffle": "true", "actor.ppo_epochs": 2}
     found = made(small | KL | {"rollout.log_prob_micro_batch_size_per_device": 3})
@@ -123,7 +138,6 @@ def test_settings_reach_every_layout():
     assert all(getattr(other, use).pad and not getattr(other, use).share for use in USES)
     spread = made(shards=4)
     assert all(getattr(spread, use).shards == 4 for use in USES)
-    assert spread.actor.micros < plain.actor.micros
     assert made(attention="flash").reference.attention == "flash"
 
 
