@@ -151,7 +151,7 @@ def make_layout(
         full = stored(min(per_prompt, share_rows))
         unit = full if full <= most else 1
         wanted = max(single, min(most, whole // ROWS_PER_SHARE))
-        wanted = min(-(-wanted // unit), max(1, most // unit)) * unit
+        wanted = max(single, min(-(-wanted // unit), max(1, most // unit)) * unit)
         wanted = min(wanted, stored(min(micro_rows or share_rows, share_rows)))
     tokens = -(-min(wanted, whole) // block) * block
     crowd = RESPONSES_PER_ROW.get(attention, RESPONSES_PER_ROW_DEFAULT)

@@ -131,6 +131,16 @@ def test_sizes_worked_by_hand():
     assert made(DYNAMIC, attention="flash").actor.tokens == 128, "blocks of 128"
 
 
+@pytest.mark.parametrize("group", [1, 5])
+def test_rows_hold_a_trajectory_however_long_it_is(group):
+    """Longer than rows are made without a setting; a bound of one trajectory gives the same."""
+    long = max(packing.SMALL_ROW["cpu"], packing.SMALL_ROW_DEFAULT)
+    sizes = {"prompts": 16, "mini_prompts": 16, "group": group, "shards": 1}
+    sizes |= {"prompt_width": 512, "response_width": long}
+    found = packing.make_layout(**sizes)
+    assert found.tokens == long + 512 == packing.make_layout(**sizes, micro_rows=1).tokens
+
+
 def test_settings_reach_every_layout():
     plain = made()
     assert all(getattr(plain, use).share and not getattr(plain, use).pad for use in USES)
