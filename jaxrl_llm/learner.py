@@ -171,7 +171,7 @@ class Plan:
     @property
     def passes(self) -> int:
         """Different orders of the prompts."""
-        return self.epochs if self.shuffle else 1
+        return self.epochs if self.shuffle and self.mini_batches > 1 else 1
 
 
 def rows_of(batch: Batch, where: Array) -> Batch:

@@ -136,6 +136,32 @@ UNUSED: tuple[tuple[str, Why], ...] = (
         lambda c: not c.actor.use_dynamic_bsz and "actor.use_dynamic_bsz is off",
     ),
     (
+        "critic.ppo_max_token_len_per_device",
+        lambda c: (
+            needs_critic(c)
+            and not c.critic.use_dynamic_bsz
+            and c.critic.ppo_max_token_len_per_device != c.actor.ppo_max_token_len_per_device
+            and "critic.use_dynamic_bsz is off"
+        ),
+    ),
+    (
+        "rollout.log_prob_max_token_len_per_device",
+        lambda c: (
+            not c.rollout.log_prob_use_dynamic_bsz
+            and c.rollout.log_prob_max_token_len_per_device != c.actor.ppo_max_token_len_per_device
+            and "rollout.log_prob_use_dynamic_bsz is off"
+        ),
+    ),
+    (
+        "ref.log_prob_max_token_len_per_device",
+        lambda c: (
+            not c.ref.log_prob_use_dynamic_bsz
+            and c.ref.log_prob_max_token_len_per_device
+            != c.rollout.log_prob_max_token_len_per_device
+            and "ref.log_prob_use_dynamic_bsz is off"
+        ),
+    ),
+    (
         "trainer.log_completions_count",
         lambda c: c.trainer.log_completions_freq is None and "trainer.log_completions_freq is none",
     ),

@@ -126,8 +126,8 @@ def make_layout(
 
     `budget` is the most tokens that a device works on at once (verl's `ppo_max_token_len_per_gpu`, counted as stored: a shared
     prompt once). Without one, rows are short enough to be full, and have at most the room of `micro_rows` trajectories of full
-    length. Rows are never longer than a device's whole share of a mini-batch. Raises `ConfigError` for a budget below one
-    trajectory.
+    length. Rows are never longer than a device's whole share of a mini-batch. Lengths are whole blocks: a budget is rounded down to
+    them, and up where one trajectory needs it. Raises `ConfigError` for a budget below one trajectory.
     """
     single = prompt_width + response_width
     block = block_size(attention, single)

@@ -70,10 +70,11 @@ class Scores:
 
 
 def head_chunk(slots: int, vocabulary: int) -> int:
-    """Slots of a row whose logits are made at once: a multiple of 16 where rows are long enough."""
+    """Slots of a row whose logits are made at once: a multiple of 64 (of 16) where rows are long enough."""
     most = HEAD_ELEMENTS.get(jax.default_backend(), HEAD_ELEMENTS_DEFAULT) // vocabulary
     wanted = max(1, min(most, -(-slots // HEAD_CHUNKS)))
-    return wanted if wanted < 16 else wanted // 16 * 16
+    unit = 64 if wanted >= 64 else 16 if wanted >= 16 else 1
+    return wanted // unit * unit
 
 
 def token_scores(

@@ -104,7 +104,7 @@ def dense(config, rows, length, remat="none"):
     places = jnp.broadcast_to(jnp.arange(length), tokens.shape)
 
     def loss(params):
-        hidden, _ = transformer.apply(config, params, tokens, places, tokens + 1, remat=remat)
+        hidden = transformer.apply(config, params, tokens, places, tokens + 1, remat=remat)
         return jnp.sum(jnp.square(heads.logits(config, params, hidden)))
 
     params = transformer.abstract_params(config)

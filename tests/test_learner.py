@@ -91,7 +91,7 @@ def placed(mesh, batch):
 
 def plain_forward(params, rollout):
     """Hidden states `[B Tr D]` of unpacked rows, each with a prompt of its own, and full attention."""
-    hidden, _ = transformer.apply(tiny.model(), params, *map(jnp.asarray, tiny.padded(rollout)))
+    hidden = transformer.apply(tiny.model(), params, *map(jnp.asarray, tiny.padded(rollout)))
     return hidden[:, -rollout.response_tokens.shape[1] - 1 : -1]
 
 

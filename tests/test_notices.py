@@ -23,6 +23,14 @@ from tests.test_checks import config, only
             {"algorithm__adv_estimator": "rloo", "algorithm__norm_adv_by_std_in_grpo": "false"},
             "the estimator is rloo",
         ),
+        (
+            {"actor__ppo_max_token_len_per_device": "4096"},
+            "actor.ppo_max_token_len_per_device not used: actor.use_dynamic_bsz is off",
+        ),
+        (
+            {"rollout__log_prob_max_token_len_per_device": "4096"},
+            "rollout.log_prob_max_token_len_per_device not used",
+        ),
         ({"trainer__test_freq": "5"}, "data.val_files is empty"),
         ({"trainer__critic_warmup": "5"}, "no critic"),
         ({"critic__path": "v"}, "critic.path not used"),

@@ -118,7 +118,7 @@ def test_a_model_gives_the_same_logits_on_eight_devices():
 
         @jax.jit
         def logits(params, tokens, positions, segments, constrain=constrain):
-            hidden, _ = transformer.apply(
+            hidden = transformer.apply(
                 config, params, tokens, positions, segments, constrain=constrain
             )
             return heads.logits(config, params, hidden)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as a function of its parameters: `apply(config, params, ...) -> (hidden, cache)`.
+"""A decoder-only transformer as a function of its parameters: `run(config, params, ...) -> (hidden, store)`.
 
 Flax linen serves as a thin shell: modules declare the parameters of `families.param_dims` and hand them to pure functions.
 Layers are stacked and run by one scan. A cache travels in the scan's carry and is written in place at the layer index; as
@@ -9,7 +9,6 @@ sharding through `constrain`.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jaxrl_llm.models import ops
-from jaxrl_llm.models.cache import KVCache, check_room
 from jaxrl_llm.models.families import ModelConfig, param_dims, shape_of
 
 Array = jax.Array
@@ -118,7 +116,9 @@ class Trunk(nn.Module):
         if self.is_initializing() and not self.config.tie_embeddings:
             self.head()
         config = self.config
-        x = self.constrain(self.embed()["kernel"][tokens].astype(dtype), "BTD")
+        # A lookup in a table whose width is split over devices would gather the result of all rows.
+        table = self.constrain(self.embed()["kernel"], "VD")
+        x = self.constrain(table[tokens].astype(dtype), "BTD")
         frequencies = ops.rope_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
         rope = ops.rope_tables(positions, frequencies)
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
@@ -185,7 +185,7 @@ def run(
     return trunk.apply({"params": params}, tokens, positions, real, view, store, compute_dtype)
 
 
-# Rows by themselves, with or without a cache -----------------------------------------------------------------------------
+# Rows by themselves ------------------------------------------------------------------------------------------------------
 
 
 def plain_mixer(
@@ -196,65 +196,24 @@ def plain_mixer(
     return ops.attend(q, k, v, view), store
 
 
-def cached_mixer(
-    q: Array, k: Array, v: Array, view: tuple[Array, Array], store: Any, layer: Array
-) -> tuple[Array, Any]:
-    """Attention to a stacked cache `(k, v) [L B S K H]` that receives the new keys; `view` is `(mask [B T S], first free column)`."""
-    mask, start = view
-    keys, new_k = store_at(store[0], k, layer, start)
-    values, new_v = store_at(store[1], v, layer, start)
-    return ops.attend(q, new_k.astype(q.dtype), new_v.astype(q.dtype), mask), (keys, values)
-
-
-def mark(cache: KVCache, positions: Array, segments: Array) -> KVCache:
-    """Note in the cache which tokens its next columns hold; positions and segments `[B T]`."""
-    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=cache.length, axis=1)
-    return replace(
-        cache,
-        segments=write(cache.segments, segments.astype(jnp.int32)),
-        positions=write(cache.positions, positions.astype(jnp.int32)),
-    )
-
-
-def store_at(stack: Array, new: Array, layer: Array, start: Array) -> tuple[Array, Array]:
-    """Write `new [B T K H]` into `stack [L B S K H]` at `(layer, start)`; returns the stack and that layer `[B S K H]`."""
-    zero = jnp.zeros((), jnp.int32)
-    stack = jax.lax.dynamic_update_slice(
-        stack, new[None].astype(stack.dtype), (layer, zero, start, zero, zero)
-    )
-    return stack, jax.lax.dynamic_index_in_dim(stack, layer, axis=0, keepdims=False)
-
-
 def apply(
     config: ModelConfig,
     params: Params,
     tokens: Array,
     positions: Array,
     segments: Array,
-    cache: KVCache | None = None,
     **how: Any,
-) -> tuple[Array, KVCache | None]:
-    """`run` on rows with segments: `tokens`, `positions`, `segments` `[B T]` -> `(hidden [B T D], cache)`.
+) -> Array:
+    """`run` on rows with segments: `tokens`, `positions`, `segments` `[B T]` -> `hidden [B T D]`.
 
     Query i sees key j iff their segments are equal and non-zero and `positions[j] <= positions[i]` (and within the sliding
-    window). With a cache the new keys enter at column `cache.length` and queries see all columns by the same rule; the
-    returned cache is `T` longer. **The caller guarantees room** (`cache.length + T <= S`): on a device a start index past
-    the end is clamped and overwrites older keys, which nothing can report. What can be seen while tracing is checked and
-    raises `ConfigError`. Padding (segment 0) gives hidden 0 and no gradient. `how` goes to `run`.
+    window). Padding (segment 0) gives hidden 0 and no gradient. `how` goes to `run`.
     """
-    forward = partial(run, config, params, tokens, positions, segments != 0)
-    see = partial(ops.attention_mask, positions, segments)
-    window = config.sliding_window
-    if cache is None:
-        return forward(mixer=plain_mixer, view=see(positions, segments, window), **how)
-    used = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-    check_room(cache.k.shape[2], used, tokens.shape[1])
-    cache = mark(cache, positions, segments)
-    mask = see(cache.positions, cache.segments, window)
-    hidden, (k, v) = forward(
-        mixer=cached_mixer, view=(mask, cache.length), store=(cache.k, cache.v), **how
-    )
-    return hidden, replace(cache, k=k, v=v, length=cache.length + tokens.shape[1])
+    mask = ops.attention_mask(positions, segments, positions, segments, config.sliding_window)
+    real = segments != 0
+    return run(
+        config, params, tokens, positions, real, mixer=plain_mixer, view=mask, store=None, **how
+    )[0]
 
 
 def init(config: ModelConfig, key: Array) -> Params:

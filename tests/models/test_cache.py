@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.models.cache import KV, check_room, copy_row, grow, make_cache, make_kv, take
+from jaxrl_llm.models.cache import KV, copy_row, grow, make_kv, take
 from jaxrl_llm.models.families import ModelConfig
 
 CONFIG = ModelConfig("llama", 11, 3, 8, 4, 2, 4, 16)
@@ -17,11 +17,6 @@ def numbered(rows=2, columns=5):
 
 
 def test_shapes_and_emptiness():
-    cache = make_cache(CONFIG, 2, 5, jnp.bfloat16)
-    assert cache.k.shape == cache.v.shape == (3, 2, 5, 2, 4)
-    assert cache.k.dtype == jnp.bfloat16
-    assert cache.segments.dtype == cache.positions.dtype == cache.length.dtype == jnp.int32
-    assert not cache.segments.any() and cache.length == 0
     kv = make_kv(CONFIG, 2, 5, jnp.bfloat16)
     assert kv.k.shape == kv.v.shape == (3, 2, 2, 5, 4) and kv.columns == 5
     assert kv.v.dtype == jnp.bfloat16 and not kv.v.any()
@@ -55,9 +50,3 @@ def test_grow_appends_empty_columns():
     assert grow(kv, 5).k.shape == kv.k.shape
     with pytest.raises(ConfigError, match="got 4 columns for keys of 5"):
         grow(kv, 4)
-
-
-def test_room():
-    check_room(5, 3, 2)
-    with pytest.raises(ConfigError, match=r"got 5 slots for 4 tokens held and 2 new ones.* 6"):
-        check_room(5, 4, 2)

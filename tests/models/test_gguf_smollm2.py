@@ -83,7 +83,7 @@ def test_logits(source: GGUFSource, golden: dict[str, np.ndarray]) -> None:
     params: Any = weights.load_params(source, config)
     for name in ("text_0", "chat_0"):
         ids = golden[name][None]
-        hidden, _ = transformer.apply(
+        hidden = transformer.apply(
             config,
             params,
             jnp.asarray(ids),
@@ -120,6 +120,6 @@ def test_logits_of_pytorch_live(source: GGUFSource, tokenizer: tok.Tokenizer) ->
     params: Any = weights.load_params(source, config)
     tokens = jnp.asarray(ids)[None]
     positions = jnp.arange(len(ids))[None]
-    hidden, _ = transformer.apply(config, params, tokens, positions, jnp.ones_like(tokens))
+    hidden = transformer.apply(config, params, tokens, positions, jnp.ones_like(tokens))
     logits = np.asarray(heads.logits(config, params, hidden))[0]
     assert np.abs(logits - wanted).max() < 2e-5 * np.abs(wanted).max()

@@ -32,7 +32,7 @@ def load(folder: Path, case: str, shards: int = 2) -> Model:
 @partial(jax.jit, static_argnums=0)
 def all_logits(config, params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = transformer.apply(config, params, tokens, positions, jnp.ones_like(tokens))
+    hidden = transformer.apply(config, params, tokens, positions, jnp.ones_like(tokens))
     return heads.logits(config, params, hidden)
 
 

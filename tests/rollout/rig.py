@@ -64,7 +64,7 @@ def with_stats(engine, params, settings=PLAIN, prompts=PROMPTS, n=N, slots=6, **
 def forward(params, tokens):
     """Logits of whole rows `[B T]` that begin at column 0; what comes behind a column cannot change it."""
     columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens))
+    hidden = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens))
     return heads.logits(CONFIG, params, hidden)
 
 

@@ -32,7 +32,7 @@ advance = jax.jit(partial(decode.decode_chunk, CONFIG, window=4, dtype=jnp.float
 def forward(params, tokens):
     """Logits of whole rows `[B T]` that begin at column 0; what comes behind a column cannot change it."""
     columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens))
+    hidden = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens))
     return heads.logits(CONFIG, params, hidden)
 
 
@@ -101,18 +101,6 @@ def greedy_by_hand(params):
     return np.stack([rows[row, n : n + RESPONSE] for row, n in enumerate(lengths)])
 
 
-def test_prefill_holds_the_keys_that_a_cached_forward_writes(params):
-    tokens, lengths = padded(1)
-    bank = prefill(params, tokens, lengths)
-    columns = jnp.broadcast_to(jnp.arange(WIDTH), tokens.shape)
-    empty = caches.make_cache(CONFIG, 4, WIDTH)
-    _, cache = transformer.apply(CONFIG, params, tokens, columns, jnp.ones_like(tokens), empty)
-    for row, length in enumerate(lengths.tolist()):
-        for got, expected in ((bank.k, cache.k), (bank.v, cache.v)):
-            held = np.swapaxes(np.asarray(expected), 2, 3)[:, row, :, :length]
-            np.testing.assert_allclose(got[:, row, :, :length], held, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("share", [1, 3])
 def test_greedy_equals_a_plain_argmax_loop_in_keys_without_a_column_to_spare(params, share):
     tokens, _, lengths, ended = decoded(params, opened(params, share))
@@ -131,7 +119,7 @@ def test_a_sliding_window_hides_the_same_keys_as_in_the_plain_forward(params):
     for row, prompt in enumerate(PROMPTS):
         ids = np.int32([[*prompt, *window.tokens[row].tolist()]])
         columns = np.arange(ids.shape[1])[None]
-        hidden, _ = transformer.apply(config, params, ids, columns, np.ones_like(ids))
+        hidden = transformer.apply(config, params, ids, columns, np.ones_like(ids))
         best = np.asarray(heads.logits(config, params, hidden))[0].argmax(axis=-1)
         np.testing.assert_array_equal(window.tokens[row], best[len(prompt) - 1 : -1])
 
