@@ -202,15 +202,17 @@ def build(config: Config, say: Say) -> Parts:
     total = (
         config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     )
+    actor, critic = trained_networks(config, mesh, opened, total)
+    rows = layouts_of(config, mesh, actor.network.attention)
     lines = summary.start_lines(
         config,
         shape,
         steps_per_epoch=stream.steps_per_epoch,
         total_steps=total,
         parameters=families.parameter_count(model),
+        row_tokens=rows.actor.tokens,
     )
     say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
-    actor, critic = trained_networks(config, mesh, opened, total)
     decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
     slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
     config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
@@ -234,7 +236,7 @@ def build(config: Config, say: Say) -> Parts:
         actor=actor,
         critic=critic,
         reference=reference,
-        layouts=layouts_of(config, mesh, actor.network.attention),
+        layouts=rows,
         score=scoring.make_score(actor.network, *widths),
         values=scoring.make_values(critic.network, *widths) if critic else None,
         prepare=learner.make_advantages(

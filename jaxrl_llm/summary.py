@@ -6,23 +6,23 @@ from jaxrl_llm.config import Config, needs_critic, needs_reference
 Line = tuple[str, str, str]
 
 
-def micro_batches(rows: int, per_device: int | None, shards: int) -> tuple[int, int]:
-    """(micro-batches, trajectories per device in each) for `rows` trajectories of one optimizer step."""
-    share = min(per_device or -(-rows // shards), -(-rows // shards))
-    return -(-rows // (share * shards)), share
-
-
 def start_lines(
-    c: Config, mesh: MeshShape, *, steps_per_epoch: int, total_steps: int, parameters: int
+    c: Config,
+    mesh: MeshShape,
+    *,
+    steps_per_epoch: int,
+    total_steps: int,
+    parameters: int,
+    row_tokens: int,
 ) -> list[Line]:
-    """(name, value, how it comes about) rows for a resolved configuration on a mesh."""
+    """(name, value, how it comes about) rows for a resolved configuration on a mesh; the update runs rows of `row_tokens`."""
     prompts, n = c.data.train_batch_size, c.rollout.n
     trajectories = prompts * n
     minis = prompts // c.actor.ppo_mini_batch_size
     optimizer_steps = minis * c.actor.ppo_epochs
-    mini_rows = c.actor.ppo_mini_batch_size * n
-    micros, share = micro_batches(mini_rows, c.actor.ppo_micro_batch_size_per_device, mesh.shards)
-    width = c.data.max_prompt_length + c.data.max_response_length
+    longest, width = c.data.max_prompt_length, c.data.max_response_length
+    heads = prompts if c.model.use_prefix_sharing else trajectories
+    sharing = "one per prompt" if c.model.use_prefix_sharing else "one per trajectory"
     lines = [
         ("prompts per step", f"{prompts:,}", "data.train_batch_size"),
         ("trajectories per step", f"{trajectories:,}", f"{prompts:,} prompts x rollout.n = {n}"),
@@ -32,14 +32,19 @@ def start_lines(
             f"{minis} mini-batches of {c.actor.ppo_mini_batch_size} prompts x {c.actor.ppo_epochs} passes",
         ),
         (
-            "micro-batches per device",
-            f"{micros}",
-            f"{mini_rows} trajectories over {mesh.shards} data shards, {share} at a time",
+            "tokens per pass",
+            f"at most {heads * longest + trajectories * width:,}",
+            f"{heads:,} prompts x {longest} ({sharing}) + {trajectories:,} responses x {width}",
         ),
         (
-            "tokens per update",
-            f"at most {trajectories * width:,}",
-            f"{trajectories:,} x ({c.data.max_prompt_length} prompt + {c.data.max_response_length} response)",
+            "tokens per device at once",
+            f"{row_tokens:,}",
+            f"{mesh.shards} data shards; "
+            + (
+                "actor.ppo_max_token_len_per_device"
+                if c.actor.use_dynamic_bsz
+                else "actor.use_dynamic_bsz sets another size"
+            ),
         ),
         (
             "advantages",

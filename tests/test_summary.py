@@ -1,10 +1,8 @@
 """The table at the start of a run, against numbers worked by hand."""
 
-import pytest
-
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.config import Config, override, resolve
-from jaxrl_llm.summary import kl_place, micro_batches, models, start_lines
+from jaxrl_llm.summary import kl_place, models, start_lines
 
 
 def config(*pairs: tuple[str, str]) -> Config:
@@ -23,25 +21,14 @@ GRPO = (
 )
 
 
-@pytest.mark.parametrize(
-    ("rows", "per_device", "shards", "expected"),
-    [
-        (1280, 80, 8, (2, 80)),  # 1280 over 8 shards = 160 each = 2 x 80
-        (1280, None, 8, (1, 160)),
-        (1280, 1000, 8, (1, 160)),  # never more than the share
-        (10, 3, 1, (4, 3)),  # 3 + 3 + 3 + 1
-        (10, 4, 4, (1, 3)),  # share 3, filled up to 12 rows
-        (1, 1, 8, (1, 1)),
-    ],
-)
-def test_micro_batches(rows, per_device, shards, expected):
-    number, share = micro_batches(rows, per_device, shards)
-    assert (number, share) == expected
-    assert (number - 1) * share * shards < rows <= number * share * shards
-
-
 def table(c: Config, **changes: int) -> dict[str, tuple[str, str]]:
-    numbers = {"steps_per_epoch": 7, "total_steps": 105, "parameters": 6_910_000_000, **changes}
+    numbers = {
+        "steps_per_epoch": 7,
+        "total_steps": 105,
+        "parameters": 6_910_000_000,
+        "row_tokens": 5632,
+        **changes,
+    }
     return {
         name: (value, how) for name, value, how in start_lines(c, MeshShape(1, 8, 1), **numbers)
     }
@@ -52,13 +39,22 @@ def test_the_reference_run_in_numbers():
     assert rows["prompts per step"][0] == "1,024"
     assert rows["trajectories per step"][0] == "5,120"
     assert rows["optimizer steps per rollout"][0] == "4"  # 1024 / 256
-    assert rows["micro-batches per device"][0] == "2"  # 256 x 5 / 8 / 80
-    assert rows["tokens per update"][0] == "at most 7,864,320"  # 5120 x (512 + 1024)
+    assert rows["tokens per pass"][0] == "at most 5,767,168"  # 1024 x 512 + 5120 x 1024
+    assert rows["tokens per device at once"] == (
+        "5,632",
+        "8 data shards; actor.use_dynamic_bsz sets another size",
+    )
     assert rows["devices"] == ("8", "data 1 x fsdp 8 x tensor 1")
     assert rows["steps"] == ("105", "7 steps per pass over the prompts")
     assert rows["models loaded"] == ("actor, reference", "6,910.00 M parameters each")
     assert "0.2" in rows["advantages"][1]
     assert "critic warm-up" not in rows
+
+
+def test_prompts_of_their_own_count_once_per_trajectory():
+    rows = table(config(*GRPO, ("model.use_prefix_sharing", "false")))
+    assert rows["tokens per pass"][0] == "at most 7,864,320"  # 5120 x (512 + 1024)
+    assert "one per trajectory" in rows["tokens per pass"][1]
 
 
 def test_passes_multiply_the_optimizer_steps():
