@@ -465,7 +465,10 @@ def test_operational_settings_decide_what_is_written(base, tmp_path, capfd):
 
 
 def test_chosen_steps_are_traced_and_late_compilations_are_named(tmp_path, capfd, monkeypatch):
-    jitted = jax.jit(lambda x: x * 3 + 17)
+    def of_two_shapes(x):
+        return x * 3 + 17
+
+    jitted = jax.jit(of_two_shapes)
 
     def with_a_change_of_shape(parts, run, state, step):
         result = train_step(parts, run, state, step)
@@ -488,5 +491,5 @@ def test_chosen_steps_are_traced_and_late_compilations_are_named(tmp_path, capfd
     for step in (2, 3):
         assert f"trace of step {step}: {profile}/step_{step} (" in out
     assert "trainer.profile_steps: [9] are no steps of this run (1 to 4)" in out
-    [line] = [line for line in out.splitlines() if "recompiled" in line and "lambda" in line]
+    [line] = [line for line in out.splitlines() if "recompiled" in line and "of_two_shapes" in line]
     assert " at step 4 (" in line and "float32[5] instead of float32[3]; lengths" in line

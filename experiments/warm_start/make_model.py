@@ -22,9 +22,13 @@ import numpy as np
 import optax
 import tyro
 
+from jaxrl_llm import sharding
+from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.data import arithmetic
 from jaxrl_llm.models import families, heads, transformer, weights
-from jaxrl_llm.models.cache import KVCache, make_cache
+from jaxrl_llm.records import Prompt
+from jaxrl_llm.rollout.engine import generate, make_engine
+from jaxrl_llm.rollout.sampling import VALIDATE, make_sampling
 
 BOS, EOS, PAD = 256, 257, 258
 SPECIAL = ("<s>", "</s>", "<pad>", *(f"<reserved_{i}>" for i in range(5)))
@@ -162,7 +166,7 @@ def positions_of(segments: jax.Array) -> jax.Array:
 
 def loss_of(params, config, tokens, segments):
     """Mean negative log-likelihood of the response tokens."""
-    hidden, _ = transformer.apply(
+    hidden = transformer.apply(
         config, params, tokens[:, :-1], positions_of(segments)[:, :-1], segments[:, :-1]
     )
     logits = heads.logits(config, params, hidden[:, PROMPT - 1 :])
@@ -203,31 +207,6 @@ def train(flags: Flags, config: families.ModelConfig) -> dict[str, Any]:
     return params
 
 
-@partial(jax.jit, static_argnums=0)
-def respond(config, params, tokens, segments, key, temperature):
-    """Responses `[B RESPONSE]` to left-padded prompts, PAD after EOS; temperature 0 is greedy."""
-    positions = positions_of(segments)
-    cache: KVCache | None = make_cache(config, tokens.shape[0], PROMPT + RESPONSE)
-    hidden, cache = transformer.apply(config, params, tokens, positions, segments, cache)
-
-    def one(carry, place):
-        hidden, cache, done = carry
-        logits = heads.logits(config, params, hidden)
-        drawn = jax.random.categorical(
-            jax.random.fold_in(key, place), logits / jnp.maximum(temperature, 1e-6)
-        )
-        token = jnp.where(temperature > 0, drawn, logits.argmax(-1))
-        token = jnp.where(done, PAD, token).astype(jnp.int32)
-        at = positions[:, -1:] + 1 + place
-        hidden, cache = transformer.apply(
-            config, params, token[:, None], at, jnp.ones_like(at), cache
-        )
-        return (hidden[:, 0], cache, done | (token == EOS)), token
-
-    start = (hidden[:, -1], cache, jnp.zeros(tokens.shape[0], bool))
-    return jax.lax.scan(one, start, jnp.arange(RESPONSE))[1].T
-
-
 def measure(
     config: families.ModelConfig,
     params: dict[str, Any],
@@ -237,26 +216,44 @@ def measure(
 ) -> dict[str, float]:
     """Held-out accuracy and share of well-formed responses, greedy and over samples at temperature 1."""
     rows = arithmetic.generate("heldout", count)
-    prompts = fill([row["question"] for row in rows], PROMPT, left=True)
+    prompts = [
+        Prompt((BOS, *row["question"].encode()), "", (), "", "", {}, number, f"heldout:{number}")
+        for number, row in enumerate(rows)
+    ]
+    engine = make_engine(
+        config,
+        sharding.make_mesh(MeshShape(1, 1, 1), jax.devices()[:1]),
+        dtype=jnp.dtype("float32"),
+        stop_ids=(EOS,),
+        decode_text=lambda ids: "",
+        prompt_length=PROMPT,
+        response_length=RESPONSE,
+    )
 
-    def grade(key: jax.Array, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    def grade(n: int, greedy: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Right and well formed, `[prompts n]` each."""
+        made, _ = generate(
+            engine, params, prompts, n=n, sampling=make_sampling(greedy=greedy), seed=seed, step=0, purpose=VALIDATE,
+        )  # fmt: skip
         right, formed = [], []
-        for row, ids in zip(rows, respond(config, params, *prompts, key, temperature), strict=True):
-            text, end, _ = bytes(min(int(i), 255) if i != EOS else 0 for i in ids).partition(b"\0")
+        for row, (ids, length) in enumerate(
+            zip(made.response_tokens, made.response_lengths, strict=True)
+        ):
+            ended = bool(ids[length - 1] == EOS)
+            text = bytes(min(int(token), 255) for token in ids[: length - ended])
             final = text.decode(errors="replace").rpartition("#### ")
-            right.append(final[2] == row["answer"] and bool(end))
-            formed.append(final[1] != "" and final[2].lstrip("-").isdigit() and bool(end))
-        return np.array(right), np.array(formed)
+            right.append(final[2] == rows[row // n]["answer"] and ended)
+            formed.append(final[1] != "" and final[2].lstrip("-").isdigit() and ended)
+        return np.reshape(right, (-1, n)), np.reshape(formed, (-1, n))
 
-    greedy, form = grade(jax.random.key(seed), 0.0)
-    drawn = [grade(jax.random.key(seed + 1 + i), 1.0) for i in range(samples)]
-    hits = np.stack([right for right, _ in drawn])
+    greedy, form = grade(1, greedy=True)
+    hits, drawn_form = grade(samples, greedy=False)
     return {
         "greedy": greedy.mean().item(),
         "greedy_format": form.mean().item(),
         "sampled": hits.mean().item(),
-        "sampled_format": np.mean([formed for _, formed in drawn]).item(),
-        f"pass@{samples}": hits.any(axis=0).mean().item(),
+        "sampled_format": drawn_form.mean().item(),
+        f"pass@{samples}": hits.any(axis=1).mean().item(),
     }
 
 
