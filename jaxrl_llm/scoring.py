@@ -134,7 +134,6 @@ def _scores_of_rows(
         padded = jnp.pad(x, ((0, 0), (0, count * chunk - slots)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(rows, count, chunk, *x.shape[2:]), 1, 0)
 
-    @partial(jax.checkpoint, prevent_cse=False)
     def score(states: Array, chosen: Array) -> tuple[Array, ...]:
         flat = states.reshape(rows * chunk, -1)
         logits = heads.logits(network.config, params, flat, compute_dtype=network.dtype)
@@ -145,6 +144,8 @@ def _scores_of_rows(
         del states
         return (jnp.zeros(chosen.shape, jnp.float32),) * (1 + bool(entropy) + squares)
 
+    # The checkpoint is around the condition: inside, the loop would keep a copy of the head's kernel per chunk.
+    @partial(jax.checkpoint, prevent_cse=False)
     def one(piece: tuple[Array, Array, Array]) -> tuple[Array, ...]:
         first, states, chosen = piece
         return jax.lax.cond(first < live, score, skip, states, chosen)
