@@ -18,12 +18,16 @@ rewards, packing and advantages. `--cache DIR` turns JAX's persistent compilatio
 """
 
 import argparse
+import gzip
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,8 +215,20 @@ class Clock:
         return result
 
 
-def run(work: Work, steps: int) -> list[dict[str, float]]:
-    """Take the steps, print a JSON line for each, and return them."""
+def hot_operations(folder: str, count: int = 10) -> dict[str, float]:
+    """Seconds per kind of compiled operation in the newest trace under a folder, the longest first; loops and waits left out."""
+    traces = sorted(Path(folder).glob("**/*.trace.json.gz"), key=lambda file: file.stat().st_mtime)
+    spent: dict[str, float] = {}
+    for event in json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]:
+        kind = event.get("name", "").rstrip(".0123456789")
+        if event.get("ph") == "X" and re.fullmatch(r"(?!while|cond|call)[a-z_\-]+", kind):
+            spent[kind] = spent.get(kind, 0.0) + event.get("dur", 0.0) / 1e6
+    longest = sorted(spent.items(), key=lambda pair: -pair[1])[:count]
+    return {"all": round(sum(spent.values()), 3), **{name: round(s, 3) for name, s in longest}}
+
+
+def run(work: Work, steps: int, trace: str | None = None) -> list[dict[str, float]]:
+    """Take the steps, print a JSON line for each, and return them; `trace` is a folder for a profile of the last update."""
     compiled = metrics.CompileCounter()
     mesh = sharding.make_mesh(MeshShape(1, 1, 1), jax.devices()[:1])
     config, params, shardings = load(work.model, mesh)
@@ -244,7 +260,9 @@ def run(work: Work, steps: int) -> list[dict[str, float]]:
             batch = batch.replace(ref_logprobs=frozen.logprobs)
         batch, algorithm, _ = clock.time("prepare", partial(trainer.prepare, batch, algorithm))
         learn = partial(trainer.update, state, batch, packed, algorithm)
-        state, numbers = clock.time("update", learn)
+        traced = trace and step == steps - 1
+        with jax.profiler.trace(trace) if traced else nullcontext():
+            state, numbers = clock.time("update", learn)
         gap = jax.device_get(numbers["logprob_gap_max"])
         clock.row["step_wall"] = time.perf_counter() - wall
         clock.row["step_cpu"] = time.process_time() - cpu
@@ -315,6 +333,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--variant", choices=list(VARIANTS), default="base")
     parser.add_argument("--cache", metavar="DIR", help="folder of the compilation cache")
+    parser.add_argument("--trace", metavar="DIR", help="profile the last update into this folder")
     given = parser.parse_args()
     if given.steps < 1:
         parser.error(f"--steps {given.steps}: need at least 1")
@@ -323,10 +342,12 @@ def main() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     try:
-        rows = run(VARIANTS[given.variant], given.steps)
+        rows = run(VARIANTS[given.variant], given.steps, given.trace)
     except RunError as problem:
         print(problem.report(), file=sys.stderr)
         sys.exit(problem.exit_code)
+    if given.trace:
+        print(json.dumps({"update_seconds_by_operation": hot_operations(given.trace)}))
     print(json.dumps(summary(given.variant, rows)), flush=True)
 
 
