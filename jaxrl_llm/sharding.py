@@ -3,7 +3,7 @@
 Parameters and activations name their axes with the alphabet of `records`; one table maps letters to mesh axes. Training
 programs are `jit` + `NamedSharding`: sums over trajectories are global whatever the mesh.
 
-Left out on purpose: per-shard programs (`shard_map` decode loops, vocabulary-parallel log-probs, ring attention), several
+Left out on purpose: more per-shard programs than attention and head (decode loops, vocabulary-parallel log-probs, ring attention), several
 processes, and offload of trained state.
 """
 
