@@ -2,7 +2,8 @@
 
 `blocked` is this package's own (see `attention`) and runs anywhere; `splash` is JAX's sparse attention on TPUs, with the rule
 of packed rows as a mask; `flash` is JAX's Triton attention on NVIDIA GPUs, which knows causal rows only: every response gets a
-row of its own with a copy of its prompt in front, the mixed tokens are gathered back; `reference` is dense.
+row of its own with a copy of its prompt in front, the mixed tokens are gathered back; `reference` is dense. `ring` (see the module
+of that name) is for rows whose columns are split over devices, where no other will do.
 
 A mixer is made by `make_mixer(choose(kind, platform))`, what it reads by `make_view`.
 
@@ -23,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, ring
 from jaxrl_llm.models.attention import View
 
 Array = jax.Array
@@ -43,14 +44,15 @@ HOME = {"splash": ("tpu",), "flash": ("gpu", "cuda")}
 # Choosing ----------------------------------------------------------------------------------------------------------------
 
 
-def choose(kind: str, platform: str, window: int | None = None) -> str:
+def choose(kind: str, platform: str, window: int | None = None, context: int = 1) -> str:
     """The attention that `model.attention = kind` means on a platform: one of `KINDS`, `auto` resolved.
 
-    `window` is the sliding window of the model: `auto` avoids a kernel that has none. Raises `ConfigError` for an unknown kind
-    and for a kernel of another platform.
+    `window` is the sliding window of the model: `auto` avoids a kernel that has none. `context` is the number of devices that
+    share a row: above 1 it has to be `ring`, which `auto` then means. Raises `ConfigError` for an unknown kind, for a kernel of
+    another platform and for rows that a kind cannot split.
     """
     if kind == "auto":
-        best = AUTO.get(platform, "blocked")
+        best = "ring" if context > 1 else AUTO.get(platform, "blocked")
         return "blocked" if best == "flash" and window is not None else best
     _attend(kind)
     homes = HOME.get(kind, (platform,))
@@ -58,7 +60,16 @@ def choose(kind: str, platform: str, window: int | None = None) -> str:
         raise ConfigError(
             f"model.attention: got {kind!r} on {platform}, it needs {' or '.join(homes)}; choose auto or blocked"
         )
+    _check_context(kind, context)
     return kind
+
+
+def _check_context(kind: str, context: int) -> None:
+    if context > 1 and kind != "ring":
+        raise ConfigError(
+            f"model.attention: got {kind!r} with mesh.context = {context}, rows that are split over devices need ring; "
+            "choose auto or ring, or set mesh.context to 1"
+        )
 
 
 def _attend(kind: str) -> Attend:
@@ -75,16 +86,23 @@ def make_mixer(
     window: int | None = None,
     mesh: Mesh | None = None,
     rows: tuple[str, ...] = ("data", "fsdp"),
+    columns: str = "context",
     heads: str = "tensor",
     **how: Any,
 ) -> Mixer:
     """The attention of a kind as a mixer of `transformer.run`; its view comes from `make_view`.
 
     On a mesh of several devices each works on its own rows and heads, and nothing is moved: kernels cannot be partitioned
-    from outside. Axes that do not divide rows or key heads are not used. `how` goes to the attention (`interpret=True` runs
-    a kernel on a CPU). Raises `ConfigError` for an unknown kind, or while tracing for what a kernel cannot express.
+    from outside. Axes that do not divide rows or key heads are not used. Where the axis `columns` has several devices each
+    holds an equal part of its rows' columns, and only `ring` will do, which moves keys and values along that axis. `how` goes
+    to the attention (`interpret=True` runs a kernel on a CPU). Raises `ConfigError` for an unknown kind and for columns that a
+    kind cannot split, or while tracing for what a kernel cannot express and for columns that do not divide.
     """
     attend = partial(_attend(kind), window=window, **how)
+    context = 1 if mesh is None else mesh.shape[columns]
+    _check_context(kind, context)
+    if context > 1:
+        attend = partial(attend, axis=columns)
 
     def mix(
         q: Array, k: Array, v: Array, view: View, store: Any, layer: Array
@@ -93,20 +111,44 @@ def make_mixer(
         if mesh is None or mesh.size == 1:
             return attend(q, k, v, view), store
         across = rows if q.shape[0] % math.prod(mesh.shape[axis] for axis in rows) == 0 else None
-        by_row = PartitionSpec(across)
+        if q.shape[1] % context:
+            raise ConfigError(
+                f"packed rows of {q.shape[1]} tokens do not divide over mesh.{columns} = {context} devices; "
+                f"use a multiple of {context}"
+            )
         by_head = PartitionSpec(
-            across, None, heads if k.shape[2] % mesh.shape[heads] == 0 else None
+            across, columns, heads if k.shape[2] % mesh.shape[heads] == 0 else None
         )
         local = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(by_head, by_head, by_head, by_row),
+            in_specs=(*(by_head,) * 3, view_specs(view, rows=across, columns=columns)),
             out_specs=by_head,
             check_vma=False,
         )
         return local(q, k, v, view), store
 
     return mix
+
+
+def view_specs(
+    view: View,
+    *,
+    lead: int = 0,
+    rows: str | tuple[str, ...] | None = ("data", "fsdp"),
+    columns: str | None = "context",
+) -> View:
+    """A `PartitionSpec` for every array of a view, behind `lead` axes that no device splits.
+
+    Rows are spread over the axes `rows`, the columns of segments, prefix and positions over `columns`; lists of blocks and bins,
+    which no kind for split rows has, stay whole along their row.
+    """
+    whole = (None,) * lead
+    tokens = dict.fromkeys(
+        ("segments", "prefix", "positions"), PartitionSpec(*whole, rows, columns)
+    )
+    by_row = jax.tree.map(lambda _: PartitionSpec(*whole, rows), view)
+    return replace(by_row, **tokens)
 
 
 def make_view(
@@ -297,6 +339,7 @@ KINDS: dict[str, Attend] = {
     "blocked": attention.blocked,
     "flash": flash,
     "splash": splash,
+    "ring": ring.ring,
     "reference": attention.reference,
 }
 """Attention by name; `auto` is resolved by `choose`."""

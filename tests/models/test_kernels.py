@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm import sharding
+from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import attention, kernels
 from tests import tiny
@@ -59,6 +61,7 @@ def compare(kind, view, window=None, dtype=jnp.float32, tolerance=1e-5, **how):
         ("reference", "gpu", "reference"),
         ("splash", "tpu", "splash"),
         ("flash", "cuda", "flash"),
+        ("ring", "cpu", "ring"),
     ],
 )
 def test_auto_follows_the_platform_and_names_stay(kind, platform, chosen):
@@ -71,6 +74,25 @@ def test_auto_avoids_a_kernel_without_a_sliding_window():
     assert (
         kernels.choose("flash", "gpu", 4096) == "flash"
     )  # asked for by name: refused where it is used
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+def test_rows_on_several_devices_need_the_ring(platform):
+    for window in (None, 4096):
+        assert kernels.choose("auto", platform, window, context=2) == "ring"
+    assert kernels.choose("ring", platform, context=2) == "ring"
+    own = {"tpu": "splash", "gpu": "flash"}.get(platform, "reference")
+    for kind in ("blocked", own):
+        refused = rf"got '{kind}' with mesh\.context = 4, .* need ring; choose auto or ring"
+        with pytest.raises(ConfigError, match=refused):
+            kernels.choose(kind, platform, context=4)
+
+
+@pytest.mark.parametrize("kind", sorted(kernels.KINDS.keys() - {"ring"}))
+def test_a_mixer_of_another_kind_does_not_take_split_rows(kind):
+    mesh = sharding.make_mesh(MeshShape(data=2, fsdp=1, tensor=1, context=2), jax.devices()[:4])
+    with pytest.raises(ConfigError, match=rf"got '{kind}' with mesh\.context = 2"):
+        kernels.make_mixer(kind, mesh=mesh)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +111,7 @@ def test_unknown_kinds_list_the_known_ones():
         lambda: kernels.make_mixer("auto"),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match="auto, blocked, flash, splash, reference"):
+        with pytest.raises(ConfigError, match="auto, blocked, flash, splash, ring, reference"):
             call()
 
 
@@ -108,6 +130,20 @@ def test_shapes_of_views_do_not_depend_on_the_rows(kind):
     for name in ("blocks", "expand", "home"):
         assert (getattr(filled, name) is not None) == (name in fields)
     assert {leaf.dtype for leaf in jax.tree.leaves(filled)} == {np.dtype("int32")}
+
+
+@pytest.mark.parametrize("kind", kernels.KINDS)
+def test_specs_split_the_rows_of_every_array_and_the_columns_of_tokens(kind):
+    view = view_of(kind, [ragged(0, 128, 20, 30)] * 2, 256)
+    specs = kernels.view_specs(view, lead=2)
+    assert jax.tree.structure(specs) == jax.tree.structure(view)
+    rows = ("data", "fsdp")
+    assert specs.segments == specs.prefix == specs.positions
+    assert specs.segments == PartitionSpec(None, None, rows, "context")
+    for name in ("blocks", "expand", "home"):
+        if getattr(view, name) is not None:
+            assert getattr(specs, name) == PartitionSpec(None, None, rows)
+    assert kernels.view_specs(view, rows=None, columns=None).segments == PartitionSpec(None, None)
 
 
 def test_lists_of_a_view_have_the_bound_of_its_widths():
