@@ -1,10 +1,11 @@
-"""Leaves of a state by name: owned host copies, digests, and the difference between two trees.
+"""Leaves of a state by name: owned host copies, digests of them, and the difference between two trees.
 
 A leaf is named by its path, parts joined with `/`: `actor/opt_state/0/mu/layers/w`. Containers without leaves (`None`,
 `optax.EmptyState`) have no name; the tree that the caller restores into brings them back.
 
-Left out on purpose: typed PRNG keys (keys are derived from the step here, never carried), and digests of single shards:
-a digest is of the whole array, so that it is the same on every mesh.
+A digest is of one host array: a whole leaf where one process writes all, a piece of it where several do (`pieces`).
+
+Left out on purpose: typed PRNG keys (keys are derived from the step here, never carried).
 """
 
 import hashlib
@@ -46,22 +47,20 @@ def owned_copy(leaf: Any) -> np.ndarray:
     """Copy a leaf to the host without leaving a view of it behind.
 
     `np.asarray(leaf)` caches a view inside the live array, and on CPU that view silently turns donation of its buffer
-    off. Going shard by shard touches short-lived arrays only. Python numbers become 64-bit arrays. An array spread over
-    several processes is gathered, so all of them must call this for it together.
+    off. Going shard by shard touches short-lived arrays only. Python numbers become 64-bit arrays. Raises `ValueError` for an
+    array of which other processes hold a part: see `pieces.own_pieces`.
     """
     if not isinstance(leaf, jax.Array):
         return np.array(leaf)
-    if leaf.is_fully_addressable or leaf.is_fully_replicated:
-        copy = np.empty(leaf.shape, leaf.dtype)
-        parts = {str(shard.index): (shard.index, shard.data) for shard in leaf.addressable_shards}
-        for _, data in parts.values():
-            data.copy_to_host_async()
-        for index, data in parts.values():
-            copy[index] = np.asarray(data)
-        return copy
-    from jax.experimental import multihost_utils
-
-    return np.array(multihost_utils.process_allgather(leaf, tiled=True))
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(f"got an array that other processes hold a part of ({leaf.sharding})")
+    copy = np.empty(leaf.shape, leaf.dtype)
+    parts = {str(shard.index): (shard.index, shard.data) for shard in leaf.addressable_shards}
+    for _, data in parts.values():
+        data.copy_to_host_async()
+    for index, data in parts.values():
+        copy[index] = np.asarray(data)
+    return copy
 
 
 def describe(leaf: Any) -> dict[str, Any]:
@@ -94,18 +93,6 @@ def digests_of(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
             zip(small, pool.map(lambda name: array_digest(arrays[name]), small), strict=True)
         )
         return {name: found.get(name) or array_digest(arrays[name], pool) for name in arrays}
-
-
-def tree_digests(tree: PyTree) -> dict[str, str]:
-    """Digest of every leaf by path, from owned copies; dtype and shape are part of a digest.
-
-    Independent of mesh and sharding. One leaf at a time is held on the host.
-    """
-    workers = min(16, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers) as pool:
-        return {
-            name: array_digest(owned_copy(leaf), pool) for name, leaf in named_leaves(tree).items()
-        }
 
 
 def describe_mismatch(saved: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -2,9 +2,10 @@
 
 ```
 <directory>/owner.json                which folder this is; steps of another owner are read, never deleted
-<directory>/00000020/state/           Orbax tree, one entry per leaf
-<directory>/00000020/manifest.json    written last: what the step holds, a digest per leaf, the caller's manifest
-<directory>/00000020.saving-4711/     a save in flight or cut short, by process id
+<directory>/00000020/state/           Orbax tree, one entry per leaf: the format of one process
+<directory>/00000020/state.p0001/     what process 1 of several wrote: one file per leaf (see `pieces`)
+<directory>/00000020/manifest.json    written last: what the step holds, a digest per leaf or piece, the caller's manifest
+<directory>/00000020.saving-4711/     a save in flight or cut short, by the id of the process that commits it
 <directory>/00000010.deleting/        an old step being deleted
 <directory>/00000020.replaced/        a step whose successor of the same number is about to take its place
 <directory>/00000030.aside-1/         a step of an abandoned or damaged continuation; kept, never read
@@ -28,10 +29,13 @@ from typing import Any
 
 from jaxrl_llm.checkpoint.lock import process_lives, start_ticks
 
-FORMAT_VERSION = 1
+ONE_TREE, PIECES = 1, 2
+"""Formats: everything in one Orbax tree, with a digest per leaf; pieces of several processes, with a digest per piece."""
 MANIFEST = "manifest.json"
 OWNER = "owner.json"
 STATE = "state"
+REPORT = "report.json"
+"""In a sub-tree of one of several processes, until the commit: its part of the manifest."""
 PROCESS = "process"
 """In a `.saving` folder only: start time of the process, because process ids are used again."""
 
@@ -93,6 +97,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if document["step"] != int(folder.name.partition(".")[0]):
         raise Damaged(f"the folder says step {folder.name}, {MANIFEST} says {document['step']}")
     return document
+
+
+def tree_name(process: int) -> str:
+    """Name of the sub-tree that one of several processes writes."""
+    return f"{STATE}.p{process:04d}"
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> str:
+    """Leave a report for the process that commits; returns its digest."""
+    write_json(folder / REPORT, report)
+    return _text_digest(report)
+
+
+def take_report(folder: Path, digest: str) -> dict[str, Any]:
+    """Read a report and remove it; raises `Damaged` unless it is the one with this digest."""
+    report = json.loads((folder / REPORT).read_bytes())
+    if _text_digest(report) != digest:
+        raise Damaged(f"{folder.name}/{REPORT} does not match its digest")
+    (folder / REPORT).unlink()
+    return report
 
 
 def write_manifest(folder: Path, document: dict[str, Any]) -> None:

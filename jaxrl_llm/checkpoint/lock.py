@@ -24,7 +24,7 @@ class RunLock:
 
     The file is locked with `flock`, which the kernel drops when the holder dies, and names the holder. Raises `ConfigError`
     (exit 64) when a living process, or a process of another host, holds the folder. A lock left by a dead process of this host
-    is taken over with one logged line. In a run of several processes only process 0 takes the lock.
+    is taken over with one logged line. In a run of several processes only process 0 takes it: see `together.run_lock`.
     """
 
     def __init__(self, run_dir: Path, *, log: Callable[[str], None] = print):

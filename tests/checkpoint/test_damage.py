@@ -1,8 +1,10 @@
 """Restores against flipped bits, cut files and other trees: detected, named, never trained on."""
 
+import gc
 import random
 import re
 import shutil
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,9 @@ import pytest
 
 from jaxrl_llm.checkpoint import (
     files,
-    saver,
+    reading,
 )
+from jaxrl_llm.checkpoint.digest import array_digest
 from jaxrl_llm.errors import DataError
 from tests.checkpoint.rig import (
     abstract,
@@ -62,22 +65,48 @@ def test_flipped_data_names_step_and_leaf(tmp_path, monkeypatch):
     """Orbax hands over other numbers without complaint: the digests alone must catch it."""
     checkpointer, log = saver_for(tmp_path)
     save_all(checkpointer, [1, 2])
-    honest = saver.read_arrays
+    honest = reading.open_tree
 
-    def lying(path, leaves):
-        arrays, errors = honest(path, leaves)
-        if path.parent.name == "00000002":
-            arrays["w"] = arrays["w"].copy()
-            arrays["w"].view(np.uint32)[3, 5] ^= 1 << 20
-        return arrays, errors
+    @contextmanager
+    def lying(path):
+        def read(name, entry):
+            array = tell(name, entry)
+            if path.parent.name == "00000002" and name == "w":
+                array = array.copy()
+                array.view(np.uint32)[3, 5] ^= 1 << 20
+            return array
 
-    monkeypatch.setattr(saver, "read_arrays", lying)
+        with honest(path) as tell:
+            yield read
+
+    monkeypatch.setattr(reading, "open_tree", lying)
     assert checkpointer.restore(abstract(small(1)))[0] == 1
     assert "step 2" in log[-1] and "another digest than was saved: w" in log[-1]
     strict, _ = saver_for(tmp_path, on_damage="stop")
     with pytest.raises(DataError, match="step 2") as caught:
         strict.restore(abstract(small(1)))
     assert caught.value.exit_code == 65
+
+
+@orbax_noise
+def test_a_step_given_up_half_way_leaves_nothing_on_the_devices(tmp_path, monkeypatch):
+    checkpointer, _ = saver_for(tmp_path)
+    save_all(checkpointer, [1, 2])
+
+    def digest(array):
+        return "other" if array.size > 1 and array[0, 0] == 2 else array_digest(array)
+
+    monkeypatch.setattr(reading, "array_digest", digest)
+    wanted = abstract(small(1))
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        step, back, _ = checkpointer.restore(wanted)
+        held = len(jax.live_arrays())
+    finally:
+        gc.enable()
+    assert step == 1 and held == before + len(jax.tree.leaves(back))
 
 
 @pytest.mark.parametrize("harm", ["half", "empty", "deleted"])
@@ -173,6 +202,6 @@ def test_a_format_of_the_future_is_refused(tmp_path):
     checkpointer, _ = saver_for(tmp_path)
     save_all(checkpointer, [1])
     folder = tmp_path / "00000001"
-    files.write_manifest(folder, {**files.read_manifest(folder), "format": 2})
-    with pytest.raises(DataError, match="format 2, need 1"):
+    files.write_manifest(folder, {**files.read_manifest(folder), "format": 3})
+    with pytest.raises(DataError, match="format 3, need 1 or 2"):
         checkpointer.restore(abstract(small(1)))

@@ -1,16 +1,14 @@
-"""Processes killed in the middle of saves and deletions, and two processes that save one tree."""
+"""Processes killed in the middle of saves and deletions."""
 
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jaxrl_llm import fault
@@ -127,59 +125,3 @@ def test_twelve_kills_at_random_moments(tmp_path):
         begun = kill_at_random(tmp_path, draw, 10_000)
         step, _ = newest_whole(tmp_path, 2)
         assert begun - 2 <= step <= begun + 1
-
-
-PEER = """
-import sys
-from pathlib import Path
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxrl_llm.checkpoint import Checkpointer, tree_digests
-
-directory, address, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-jax.distributed.initialize(address, 2, rank, initialization_timeout=60)
-mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-host = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
-
-def put(array, spec):
-    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda at: array[at])
-
-state = {"w": put(host, P("data")), "r": put(host[0], P()), "n": jnp.int32(3)}
-checkpointer = Checkpointer(directory, keep=2)
-checkpointer.save(1, state, {"row": 1})
-checkpointer.wait()
-multihost_utils.sync_global_devices("saved")
-like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
-step, back, run = checkpointer.restore(like)
-assert (step, run, back["w"].sharding) == (1, {"row": 1}, like["w"].sharding)
-assert tree_digests(back) == tree_digests(state)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_save_one_tree_that_one_process_restores(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    peers = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEER, str(tmp_path), address, str(rank)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for peer in peers:
-        _, error = peer.communicate(timeout=120)
-        assert peer.returncode == 0, error
-    host = np.arange(64 * 8, dtype=np.float32).reshape(64, 8)
-    state = {"w": jnp.asarray(host), "r": jnp.asarray(host[0]), "n": jnp.int32(3)}
-    step, back, _ = saver_for(tmp_path)[0].restore(abstract(state))
-    assert step == 1 and bits(back) == bits(state)

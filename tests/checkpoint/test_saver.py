@@ -184,6 +184,17 @@ def test_failure_of_the_final_save_is_raised_by_wait_and_by_close(tmp_path):
             getattr(checkpointer, end)()
 
 
+def test_settle_gives_the_failures_back_without_raising(tmp_path, monkeypatch):
+    checkpointer, _ = saver_for(tmp_path)
+    with planned(monkeypatch, "in_save:2:raise"):
+        save_all(checkpointer, [1])
+        checkpointer.save(2, small(2), {})
+        (text,) = checkpointer.settle()
+    assert "step 2" in text and "planned fault" in text
+    checkpointer.wait()
+    assert checkpointer.settle() == []
+
+
 def test_fault_before_the_rename_leaves_no_step(tmp_path, monkeypatch):
     checkpointer, _ = saver_for(tmp_path, keep=1)
     save_all(checkpointer, [1])
