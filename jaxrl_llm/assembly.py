@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm import learner, scoring, sharding, summary, tokenizer
-from jaxrl_llm.checks import MeshShape, mesh_shape
+from jaxrl_llm import programs, sharding, summary, tokenizer
+from jaxrl_llm.checks import mesh_shape
 from jaxrl_llm.config import Config, needs_reference
 from jaxrl_llm.console import start_table
 from jaxrl_llm.data import (
@@ -27,51 +26,27 @@ from jaxrl_llm.data import (
 )
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.knobs import DataKnobs
-from jaxrl_llm.layouts import Layouts, layouts_of
 from jaxrl_llm.models import families, weights
-from jaxrl_llm.networks import (
-    Trained,
-    open_model,
-    plan_of,
-    read_tokenizer,
-    scoring_temperature,
-    trained_networks,
-)
+from jaxrl_llm.networks import compute_dtype, models_of, open_model, read_tokenizer
+from jaxrl_llm.programs import Programs
 from jaxrl_llm.records import Params
 from jaxrl_llm.rewards.table import unreadable_golds
-from jaxrl_llm.rollout.engine import Engine, make_engine
-from jaxrl_llm.rollout.queue import PREFILL_TOKENS
 
 Say = Callable[[str], None]
 
-PROMPT_STEP = 16
-"""Prompt widths of the engine are multiples of this."""
-
 
 @dataclass(frozen=True)
-class Parts:
-    """Everything a run keeps besides its `TrainState`; nothing in here changes while it trains."""
+class Parts(Programs):
+    """A run's programs and what they work on, besides its `TrainState`; nothing in here changes while it trains."""
 
-    config: Config
     tokenizer: tokenizer.Tokenizer
     train: PromptSet
     val: PromptSet | None
     stream: PromptStream
-    mesh: Mesh
-    rollout_mesh: Mesh
-    rollout_shardings: Params
-    engine: Engine
-    actor: Trained
-    critic: Trained | None
-    reference: Params | None
-    layouts: Layouts
-    score: Callable[..., scoring.Scores]
-    values: Callable[..., jax.Array] | None
-    prepare: Callable[..., Any]
-    temperature: float
-    old_logprobs_needed: bool
+    frozen: Params | None
     total_steps: int
     fingerprint: dict[str, str]
+    """Digests of data, tokenizer and reference."""
 
 
 def load_prompts(
@@ -152,24 +127,8 @@ def slots_for(
     limit = stats.get("bytes_limit")
     if limit is None:
         return None
-    columns = config.data.max_prompt_length + config.data.max_response_length
-    tensor = mesh.shape["tensor"]
-    per_sequence = (
-        2 * model.num_layers * columns * model.num_kv_heads * model.head_size * dtype.itemsize
-    )
-    weights_bytes = 4 * families.parameter_count(model) // tensor
-    longest = config.data.max_prompt_length
-    prompts = -(-config.data.train_batch_size // sharding.shards(mesh)) * longest
-    bank = per_sequence / tensor / columns * min(max(PREFILL_TOKENS, longest), prompts)
-    room = limit * config.rollout.gpu_memory_utilization - weights_bytes - bank
-    per_shard = int(room // (per_sequence / tensor))
-    if per_shard < 1:
-        raise ConfigError(
-            f"rollout: {room / 2**30:.1f} GiB of a device are left for key/value caches, but one sequence needs "
-            f"{per_sequence / tensor / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
-            "tensor_model_parallel_size, or shorten the responses"
-        )
-    slots = per_shard * sharding.shards(mesh)
+    prompts = config.data.train_batch_size // jax.process_count()
+    slots = programs.fitting_slots(config, model, dtype, mesh, limit, prompts)
     say(
         f"rollout.max_num_seqs: {slots:,} sequences fit the memory that gpu_memory_utilization leaves"
     )
@@ -177,21 +136,21 @@ def slots_for(
 
 
 def build(config: Config, say: Say) -> Parts:
-    """Open and compile-ready everything; reads the tokenizer, the prompts and the weights' headers, but no weights of trained
+    """Open and compile-ready everything; reads the tokenizer, the prompts and the reference, but no weights of trained
     networks yet."""
     shape = mesh_shape(config, jax.device_count())
     mesh = sharding.make_mesh(shape)
-    tensor = config.rollout.tensor_model_parallel_size
-    decode_shape = MeshShape(jax.device_count() // tensor, 1, tensor)
-    opened = open_model(config.model.path)
-    model = opened[0]
+    rollout_mesh = programs.rollout_mesh_of(config, mesh, jax.local_devices())
+    policy, valuer = models_of(config)
     reader = read_tokenizer(config)
-    train, val = _prompt_sets(config, reader, model.vocab_size, say)
+    train, val = _prompt_sets(config, reader, policy.vocab_size, say)
     stream = make_stream(
         len(train.prompts),
         batch_size=config.data.train_batch_size,
         shuffle=config.data.shuffle,
         seed=config.data.seed or 0,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
         num_workers=config.data.num_workers,
     )
     if stream.dropped_per_epoch:
@@ -202,109 +161,59 @@ def build(config: Config, say: Say) -> Parts:
     total = (
         config.trainer.total_training_steps or config.trainer.total_epochs * stream.steps_per_epoch
     )
-    actor, critic = trained_networks(config, mesh, opened, total)
-    rows = layouts_of(config, mesh, actor.network.attention)
+    dtype = compute_dtype(config.model.compute_dtype, sharding.platform(mesh))
+    slots = slots_for(config, policy, dtype, rollout_mesh, say)
+    config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
+    longest = max(len(prompt.ids) for some in (train, val) if some for prompt in some.prompts)
+    made = programs.build(
+        config,
+        policy,
+        valuer,
+        mesh,
+        rollout_mesh,
+        programs.Reader(reader.stop_ids, reader.decode, longest),
+        total_steps=total,
+    )
     lines = summary.start_lines(
         config,
         shape,
         steps_per_epoch=stream.steps_per_epoch,
         total_steps=total,
-        parameters=families.parameter_count(model),
-        row_tokens=rows.actor.tokens,
+        parameters=families.parameter_count(policy),
+        row_tokens=made.layouts.actor.tokens,
     )
     say(start_table(f"{config.trainer.experiment_name} -> {config.trainer.run_dir}", lines))
-    decode_mesh = mesh if decode_shape == shape else sharding.make_mesh(decode_shape)
-    slots = slots_for(config, model, actor.network.dtype, decode_mesh, say)
-    config = replace(config, rollout=replace(config.rollout, max_num_seqs=slots))
-    longest = max(len(prompt.ids) for some in (train, val) if some for prompt in some.prompts)
-    engine = _engine(config, model, decode_mesh, actor.network.dtype, reader, longest)
-    reference, digest = _reference(config, actor, say) if needs_reference(config) else (None, "")
-    widths = (config.data.train_batch_size * config.rollout.n, config.data.max_response_length)
-    fingerprint = {"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest}
+    frozen, digest = _reference(made, say) if needs_reference(config) else (None, "")
     return Parts(
-        config=config,
+        **vars(made),
         tokenizer=reader,
         train=train,
         val=val,
         stream=stream,
-        mesh=mesh,
-        rollout_mesh=decode_mesh,
-        rollout_shardings=sharding.param_shardings(
-            decode_mesh, families.param_dims(model), actor.abstract
-        ),
-        engine=engine,
-        actor=actor,
-        critic=critic,
-        reference=reference,
-        layouts=rows,
-        score=scoring.make_score(actor.network, *widths),
-        values=scoring.make_values(critic.network, *widths) if critic else None,
-        prepare=learner.make_advantages(
-            config.algorithm,
-            prompts=config.data.train_batch_size,
-            kl_loss_type=config.actor.kl_loss_type if config.actor.use_kl_loss else None,
-        ),
-        temperature=scoring_temperature(config),
-        old_logprobs_needed=plan_of(config).optimizer_steps > 1
-        or config.algorithm.use_kl_in_reward,
+        frozen=frozen,
         total_steps=total,
-        fingerprint=fingerprint,
+        fingerprint={"train": train.fingerprint, "tokenizer": reader.digest, "reference": digest},
     )
 
 
-def _engine(
-    config: Config,
-    model: families.ModelConfig,
-    mesh: Mesh,
-    dtype: Any,
-    reader: tokenizer.Tokenizer,
-    longest_prompt: int,
-) -> Engine:
-    """The engine, with room for the longest prompt there is, in steps of `PROMPT_STEP`, rather than the longest allowed."""
-    width = -(-longest_prompt // PROMPT_STEP) * PROMPT_STEP
-    return make_engine(
-        model,
-        mesh,
-        dtype=dtype,
-        stop_ids=() if config.rollout.ignore_eos else reader.stop_ids,
-        decode_text=reader.decode,
-        stop_texts=config.rollout.stop,
-        chunk=config.rollout.decode_chunk,
-        max_num_seqs=config.rollout.max_num_seqs,
-        prompt_length=min(width, config.data.max_prompt_length),
-        response_length=config.data.max_response_length,
-    )
-
-
-def _reference(config: Config, actor: Trained, say: Say) -> tuple[Params, str]:
+def _reference(made: Programs, say: Say) -> tuple[Params, str]:
     """The frozen reference and a digest of it; in host memory with `ref.param_offload`."""
     from jaxrl_llm.checkpoint import tree_digests
 
+    config = made.config
     path = config.ref.path or config.model.path
     model, source = open_model(path)
-    if model != actor.network.config:
+    if model != made.actor.network.config:
         raise ConfigError(
-            f"ref.path: the reference in {path} is another architecture than the policy in {actor.path}; need the same"
+            f"ref.path: the reference in {path} is another architecture than the policy in {made.actor.path}; need the same"
         )
-    params = weights.load_params(source, model, shardings=actor.shardings)
+    params = weights.load_params(
+        source,
+        model,
+        shardings=jax.tree.map(lambda leaf: leaf.sharding, made.reference),
+        dtypes=jax.tree.map(lambda leaf: leaf.dtype, made.reference),
+    )
     digest = hashlib.sha256(json.dumps(tree_digests(params), sort_keys=True).encode()).hexdigest()
     if config.ref.param_offload:
-        host = jax.tree.map(lambda leaf: np.array(leaf), params)
         say("reference: kept in host memory between uses")
-        return host, digest
     return params, digest
-
-
-def reference_on_device(parts: Parts) -> Params:
-    """The reference where it can score: moved there if it is offloaded."""
-    if parts.config.ref.param_offload:
-        return jax.device_put(parts.reference, parts.actor.shardings)
-    assert parts.reference is not None
-    return parts.reference
-
-
-def rollout_params(parts: Parts, params: Params) -> Params:
-    """The policy's weights on the rollout mesh; the same arrays where both meshes are one."""
-    if parts.rollout_mesh is parts.mesh:
-        return params
-    return jax.device_put(params, parts.rollout_shardings)

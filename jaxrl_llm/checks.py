@@ -37,6 +37,7 @@ class MeshShape:
     data: int
     fsdp: int
     tensor: int
+    context: int = 1
 
     @property
     def shards(self) -> int:
@@ -46,13 +47,17 @@ class MeshShape:
 
 def mesh_shape(config: Config, devices: int) -> MeshShape:
     """Fill the open mesh axis from the device count; `ConfigError` with the equation when it does not come out."""
-    sizes = {"data": config.mesh.data, "fsdp": config.mesh.fsdp, "tensor": config.mesh.tensor}
+    knobs = config.mesh
+    sizes = {"data": knobs.data, "fsdp": knobs.fsdp, "tensor": knobs.tensor}
+    sizes["context"] = knobs.context
     open_axes = [name for name, size in sizes.items() if size is None]
     known = 1
     for size in sizes.values():
         known *= size or 1
     equation = " x ".join(
-        f"{name} {size if size is not None else '?'}" for name, size in sizes.items()
+        f"{name} {size if size is not None else '?'}"
+        for name, size in sizes.items()
+        if name != "context" or size != 1
     )
     if len(open_axes) > 1:
         raise ConfigError(
@@ -69,7 +74,7 @@ def mesh_shape(config: Config, devices: int) -> MeshShape:
         raise ConfigError(
             f"mesh: {equation} = {known} devices, but there are {devices}; set one axis to none to fill it"
         )
-    return MeshShape(int(sizes["data"] or 1), int(sizes["fsdp"] or 1), int(sizes["tensor"] or 1))
+    return MeshShape(**{name: int(size or 1) for name, size in sizes.items()})
 
 
 def multiples(value: int, of: int) -> str:
@@ -126,7 +131,7 @@ POSITIVE = (
     "actor.ppo_epochs actor.loss_scale_factor critic.ppo_mini_batch_size critic.ppo_micro_batch_size_per_device "
     "critic.ppo_epochs actor.optim.eps critic.optim.eps actor.optim.clip_grad critic.optim.clip_grad "
     "rollout.temperature validation.n validation.temperature "
-    "validation.top_k mesh.data mesh.fsdp mesh.tensor algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl "
+    "validation.top_k mesh.data mesh.fsdp mesh.tensor mesh.context algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl "
     "trainer.total_epochs trainer.total_training_steps trainer.save_freq trainer.test_freq trainer.max_ckpt_to_keep "
     "trainer.max_bad_steps trainer.log_completions_freq trainer.log_completions_count trainer.nnodes "
     "trainer.n_devices_per_node algorithm.group_eps actor.clip_ratio critic.cliprange_value"
@@ -222,7 +227,7 @@ def _budgets(c: Config) -> Iterator[str]:
         budget = value_at(c, path)
         if not isinstance(budget, int) or _taken_over(c, path):
             continue
-        if used and 0 < budget < longest:
+        if used and c.mesh.context and 0 < budget * c.mesh.context < longest:
             yield (
                 f"{path} = {budget} does not hold one trajectory of data.max_prompt_length + max_response_length = "
                 f"{c.data.max_prompt_length} + {c.data.max_response_length} = {longest} tokens; set it to {longest} or more"
@@ -309,11 +314,6 @@ def _trainer(c: Config) -> Iterator[str]:
         yield "trainer.logger: got an empty list, need at least one of console, jsonl, tensorboard, wandb"
     if len(set(c.trainer.logger)) != len(c.trainer.logger):
         yield f"trainer.logger: got {', '.join(c.trainer.logger)}, need every name once; drop the repeated one"
-    for name in ("actor", "critic"):
-        knobs = getattr(c, name)
-        for field in ("param_offload", "optimizer_offload"):
-            if getattr(knobs, field):
-                yield f"{name}.{field} = true: not available yet; set it to false (ref.param_offload works)"
 
 
 def _sane(path: str) -> bool:
@@ -366,7 +366,7 @@ def _devices(c: Config, devices: int) -> Iterator[str]:
     if tensor > 0 and devices % tensor:
         divisors = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
         yield f"rollout.tensor_model_parallel_size = {tensor} does not divide {devices} devices; set it to one of {divisors}"
-    if any(size is not None and size < 1 for size in (c.mesh.data, c.mesh.fsdp, c.mesh.tensor)):
+    if any(size is not None and size < 1 for size in vars(c.mesh).values()):
         return
     try:
         shape = mesh_shape(c, devices)

@@ -56,6 +56,8 @@ def layouts_of(config: Config, mesh: Mesh, attention: str) -> Layouts:
         share=config.model.use_prefix_sharing,
         pad=not config.model.use_remove_padding,
         attention=attention,
+        platform=sharding.platform(mesh),
+        context=mesh.shape["context"],
     )
 
     def sized(plan: Plan, bounds: Sizes) -> Layout:

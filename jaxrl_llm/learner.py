@@ -4,7 +4,7 @@
 micro-batches as hold tokens. Denominators are counted over the whole optimizer mini-batch, so that neither micro-batches nor
 packing nor devices change a gradient.
 
-Left out on purpose: correction weights between sampler and trainer, offload.
+Left out on purpose: correction weights between sampler and trainer, offload of parts of a state.
 """
 
 from collections.abc import Callable
@@ -14,15 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxrl_llm import masking, packing
+from jaxrl_llm import masking, packing, sharding
 from jaxrl_llm.algorithms import advantages, losses
 from jaxrl_llm.algorithms import kl as kls
 from jaxrl_llm.knobs import ActorKnobs, AlgorithmKnobs, CriticKnobs
 from jaxrl_llm.models import heads
-from jaxrl_llm.optimizer import optimizer_count
+from jaxrl_llm.optimizer import Placement, optimizer_count
 from jaxrl_llm.packing import Packed
 from jaxrl_llm.records import AlgorithmState, Batch, ModelState, Params
 from jaxrl_llm.scoring import Network, micro_batch, token_scores
@@ -187,13 +188,17 @@ def make_update(
     schedule: optax.Schedule,
     plan: Plan,
     mesh: Mesh,
+    *,
+    accumulate_in: str = "float32",
+    placement: Placement | None = None,
 ) -> Callable[[ModelState, Batch, Packed, AlgorithmState], tuple[ModelState, dict[str, Array]]]:
     """A jitted `update(state, batch, packed, algorithm) -> (state, metrics)`; `state` is donated.
 
     Runs `plan.epochs` passes of `plan.mini_batches` optimizer steps, each accumulating gradients over its micro-batches. A step
     whose loss or gradient is not finite, or that has no trained token, is skipped by selection: parameters, moments and
     schedule stay bit for bit. Metrics are `[steps]` arrays in the order of the optimizer steps; means are over trained tokens of
-    the mini-batch.
+    the mini-batch. Gradients are summed over micro-batches in the format `accumulate_in`. With `placement`, what is kept in host
+    memory comes to the devices for the update and goes back.
     """
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -211,6 +216,7 @@ def make_update(
             where = micro.rows.reshape(-1)
             rows, tokens = rows_of(batch, where), group_tokens.at[where].get(mode="clip")
             (part, (sums, maxima)), grads = grad_fn(params, micro, rows, counts, tokens, algorithm)
+            grads = jax.tree.map(lambda x: x.astype(accumulate_in), grads)
             return (part, grads, sums), maxima
 
         def more(index: Array, carry: Any) -> Any:
@@ -229,6 +235,7 @@ def make_update(
             name.removeprefix("part/"): value if name.startswith("part/") else value / counts.tokens
             for name, value in sums.items()
         }
+        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
         return loss, grads, metrics | maxima, jnp.any(mask)
 
     def optimizer_step(
@@ -255,20 +262,29 @@ def make_update(
             mini = number % packed.members.shape[0]
             return optimizer_step(state, mini, batch, packed, algorithm)
 
-        return jax.lax.scan(step, state, jnp.arange(plan.optimizer_steps))
+        if placement is None:
+            return jax.lax.scan(step, state, jnp.arange(plan.optimizer_steps))
+        state, metrics = jax.lax.scan(
+            step, sharding.move(state, placement.work), jnp.arange(plan.optimizer_steps)
+        )
+        return sharding.move(state, placement.home), metrics
 
-    return jax.jit(update, donate_argnums=0)
+    if placement is None:
+        return jax.jit(update, donate_argnums=0)
+    return jax.jit(
+        update, donate_argnums=0, out_shardings=(placement.home, sharding.replicated(mesh))
+    )
 
 
 # Advantages ------------------------------------------------------------------------------------------------------------
 
 
 def init_algorithm_state(reward_coef: float, loss_coef: float) -> AlgorithmState:
-    """First KL coefficients of the two places, and an empty baseline."""
+    """First KL coefficients of the two places, and an empty baseline; host numbers."""
     return AlgorithmState(
-        kl_coef_reward=jnp.float32(reward_coef),
-        kl_coef_loss=jnp.float32(loss_coef),
-        baseline=jnp.float32(0.0),
+        kl_coef_reward=np.float32(reward_coef),
+        kl_coef_loss=np.float32(loss_coef),
+        baseline=np.float32(0.0),
     )
 
 

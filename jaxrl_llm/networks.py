@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -18,7 +19,6 @@ from jaxrl_llm import learner, scoring, sharding, tokenizer
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.config import Config, needs_critic
-from jaxrl_llm.knobs import OptimKnobs
 from jaxrl_llm.models import families, gguf, heads, kernels, transformer, weights
 from jaxrl_llm.paths import is_gguf, resolve_model_path
 from jaxrl_llm.records import Counters, ModelState, Params, TrainState
@@ -26,14 +26,33 @@ from jaxrl_llm.records import Counters, ModelState, Params, TrainState
 
 @dataclass(frozen=True)
 class Trained:
-    """One trained network: how it runs, its optimizer, where its parameters lie, its compiled update."""
+    """One trained network: how it runs, its optimizer, where its parameters compute (`shardings`, shapes in `abstract`) and where its
+    state lies during an update and between, its compiled update."""
 
     network: scoring.Network
     path: str
     optimizer: optax.GradientTransformation
     shardings: Params
     abstract: Params
+    placement: optimizers.Placement
     update: Callable[..., Any]
+
+    @property
+    def fetched(self) -> Params | None:
+        """Where parameters that are kept in host memory go when they are read; `None` where they are at work already."""
+        return None if self.placement.home.trainable == self.shardings else self.shardings
+
+    @property
+    def state(self) -> ModelState:
+        """Shapes, dtypes and places of the state between uses."""
+        moments = jax.eval_shape(self.optimizer.init, self.abstract)
+        shapes = ModelState(trainable=self.abstract, frozen={}, opt_state=moments)
+        return jax.tree.map(described, shapes, self.placement.home)
+
+
+def described(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and place of an array that need not exist."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
 
 @dataclass(frozen=True)
@@ -69,10 +88,10 @@ def open_model(path: str) -> tuple[families.ModelConfig, weights.TensorSource]:
     return families.from_hf(weights.load_config(place)), weights.open_safetensors(place)
 
 
-def compute_dtype(name: str) -> Any:
+def compute_dtype(name: str, platform: str) -> Any:
     """`auto` is float32 on CPU and bfloat16 on accelerators."""
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
 
 
@@ -85,63 +104,75 @@ def _trained(
     config: Config,
     mesh: Mesh,
     path: str,
-    opened: tuple[families.ModelConfig, Any],
+    model: families.ModelConfig,
     *,
-    optim: OptimKnobs,
     plan: learner.Plan,
     total_steps: int,
-    remat: bool,
+    remat: str,
     critic: bool,
     on_policy: bool,
 ) -> Trained:
-    model = opened[0]
-    dims = families.param_dims(model)
+    knobs = config.critic if critic else config.actor
+    dims: Any = families.param_dims(model)
     abstract = transformer.abstract_params(model)
-    shardings = sharding.param_shardings(mesh, dims, abstract)
     if critic:
-        shardings = {"trunk": shardings, "value_head": {"kernel": sharding.replicated(mesh)}}
+        dims = {"trunk": dims, "value_head": {"kernel": "D"}}
         head = jax.ShapeDtypeStruct((model.width,), jnp.float32)
         abstract = {"trunk": abstract, "value_head": {"kernel": head}}
+    shardings = sharding.param_shardings(mesh, dims, abstract)
     network = scoring.Network(
         model,
         mesh,
-        compute_dtype(config.model.compute_dtype),
-        "full" if remat else "dots",
-        kernels.choose(config.model.attention, jax.default_backend(), model.sliding_window),
+        compute_dtype(config.model.compute_dtype, sharding.platform(mesh)),
+        remat,
+        kernels.choose(
+            config.model.attention,
+            sharding.platform(mesh),
+            model.sliding_window,
+            mesh.shape["context"],
+        ),
     )
-    schedule = optimizers.make_schedule(optim, total_steps * plan.optimizer_steps)
-    optimizer = optimizers.make_optimizer(optim, schedule)
+    schedule = optimizers.make_schedule(knobs.optim, total_steps * plan.optimizer_steps)
+    optimizer = optimizers.make_optimizer(knobs.optim, schedule)
+    placement = optimizers.place_state(
+        optimizer,
+        abstract,
+        shardings,
+        mesh,
+        param_offload=knobs.param_offload,
+        optimizer_offload=knobs.optimizer_offload,
+    )
     if critic:
         loss_fn = learner.make_critic_loss(network, config.critic)
     else:
         loss_fn = learner.make_actor_loss(
             network, config.actor, scoring_temperature(config), on_policy
         )
-    update = learner.make_update(loss_fn, optimizer, schedule, plan, mesh)
-    return Trained(network, path, optimizer, shardings, abstract, update)
-
-
-def _critic(
-    config: Config,
-    mesh: Mesh,
-    opened: tuple[families.ModelConfig, Any],
-    total: int,
-) -> Trained:
-    knobs = config.critic
-    path = knobs.path or config.model.path
-    if path != config.model.path:
-        opened = open_model(path)
-    return _trained(
-        config, mesh, path, opened, optim=knobs.optim, plan=critic_plan(config), total_steps=total,
-        remat=bool(knobs.enable_gradient_checkpointing), critic=True, on_policy=False,
-    )  # fmt: skip
+    update = learner.make_update(
+        loss_fn,
+        optimizer,
+        schedule,
+        plan,
+        mesh,
+        accumulate_in=knobs.grad_accumulation_dtype,
+        placement=placement,
+    )
+    return Trained(network, path, optimizer, shardings, abstract, placement, update)
 
 
 def build_networks(config: Config) -> Networks:
     """The trained networks alone, over whatever devices there are: enough to read a checkpoint of any mesh."""
     mesh = sharding.make_mesh(MeshShape(1, jax.device_count(), 1))
-    actor, critic = trained_networks(config, mesh, open_model(config.model.path), total_steps=1)
+    actor, critic = trained_networks(config, mesh, *models_of(config), total_steps=1)
     return Networks(config, read_tokenizer(config), mesh, actor, critic)
+
+
+def models_of(config: Config) -> tuple[families.ModelConfig, families.ModelConfig]:
+    """The architectures of policy and critic (which may be one), read from their files."""
+    policy = open_model(config.model.path)[0]
+    path = config.critic.path
+    other = needs_critic(config) and path is not None and path != config.model.path
+    return policy, open_model(path)[0] if other and path else policy
 
 
 def read_tokenizer(config: Config) -> tokenizer.Tokenizer:
@@ -153,16 +184,24 @@ def read_tokenizer(config: Config) -> tokenizer.Tokenizer:
 
 
 def trained_networks(
-    config: Config, mesh: Mesh, opened: tuple[families.ModelConfig, Any], total_steps: int
+    config: Config,
+    mesh: Mesh,
+    policy: families.ModelConfig,
+    valuer: families.ModelConfig,
+    total_steps: int,
 ) -> tuple[Trained, Trained | None]:
     """Policy and, where the estimator needs values, critic, ready to load; `total_steps` shapes the schedules."""
     plan = plan_of(config)
     actor = _trained(
-        config, mesh, config.model.path, opened, optim=config.actor.optim, plan=plan, total_steps=total_steps,
-        remat=config.model.enable_gradient_checkpointing, critic=False, on_policy=plan.optimizer_steps == 1,
+        config, mesh, config.model.path, policy, plan=plan, total_steps=total_steps,
+        remat=str(config.model.enable_gradient_checkpointing), critic=False, on_policy=plan.optimizer_steps == 1,
     )  # fmt: skip
-    critic = _critic(config, mesh, opened, total_steps) if needs_critic(config) else None
-    return actor, critic
+    if not needs_critic(config):
+        return actor, None
+    return actor, _trained(
+        config, mesh, config.critic.path or config.model.path, valuer, plan=critic_plan(config), total_steps=total_steps,
+        remat=str(config.critic.enable_gradient_checkpointing), critic=True, on_policy=False,
+    )  # fmt: skip
 
 
 def plan_of(config: Config) -> learner.Plan:
@@ -187,11 +226,11 @@ def critic_plan(config: Config) -> learner.Plan:
 
 def _first_params(trained: Trained, critic: bool) -> Params:
     model, source = open_model(trained.path)
-    trunk_shardings = trained.shardings["trunk"] if critic else trained.shardings
-    trunk = weights.load_params(source, model, shardings=trunk_shardings)
+    home = trained.placement.home.trainable
+    trunk = weights.load_params(source, model, shardings=home["trunk"] if critic else home)
     if not critic:
         return trunk
-    head = jax.device_put(heads.init_value_head(model), trained.shardings["value_head"])
+    head = sharding.put(jax.device_get(heads.init_value_head(model)), home["value_head"])
     return {"trunk": trunk, "value_head": head}
 
 
@@ -200,48 +239,31 @@ def first_state(parts: Holder) -> TrainState:
 
     def fresh(trained: Trained, critic: bool) -> ModelState:
         params = _first_params(trained, critic)
-        return optimizers.init_model_state(trained.optimizer, params, trained.shardings, parts.mesh)
+        return optimizers.init_model_state(trained.optimizer, params, trained.placement)
 
     actor = fresh(parts.actor, critic=False)
     critic = fresh(parts.critic, critic=True) if parts.critic else None
-    return TrainState(actor=actor, critic=critic, **scalars_of(parts))
+    scalars = sharding.put(scalars_of(parts), sharding.replicated(parts.mesh))
+    return TrainState(actor=actor, critic=critic, **scalars)
 
 
 def scalars_of(parts: Holder) -> dict[str, Any]:
-    """Step, controllers and counters before the first step, replicated."""
+    """Step, controllers and counters before the first step, on the host."""
     control, actor = parts.config.algorithm.kl_ctrl, parts.config.actor
-    zero = jnp.zeros((), jnp.int32)
-    scalars = {
+    zero = np.zeros((), np.int32)
+    return {
         "step": zero,
         "algorithm": learner.init_algorithm_state(control.kl_coef, actor.kl_loss_coef),
         "counters": Counters(zero, zero, zero, zero),
     }
-    return jax.device_put(scalars, sharding.replicated(parts.mesh))
 
 
 def abstract_state(parts: Holder) -> TrainState:
     """Shapes, dtypes and shardings of the whole state, for a restore without loading weights first."""
-
-    def described(trained: Trained) -> ModelState:
-        placed = optimizers.state_shardings(
-            trained.optimizer, trained.abstract, trained.shardings, parts.mesh
-        )
-        moments = jax.eval_shape(trained.optimizer.init, trained.abstract)
-
-        def with_sharding(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-        return ModelState(
-            trainable=jax.tree.map(with_sharding, trained.abstract, trained.shardings),
-            frozen={},
-            opt_state=jax.tree.map(with_sharding, moments, placed),
-        )
-
-    scalars = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), scalars_of(parts)
-    )
+    whole = sharding.replicated(parts.mesh)
+    scalars = scalars_of(parts)
     return TrainState(
-        actor=described(parts.actor),
-        critic=described(parts.critic) if parts.critic else None,
-        **scalars,
+        actor=parts.actor.state,
+        critic=parts.critic.state if parts.critic else None,
+        **jax.tree.map(lambda leaf: described(leaf, whole), scalars),
     )

@@ -3,6 +3,7 @@
 Left out on purpose: other optimizers, and moments in a format other than float32.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -75,14 +76,51 @@ def state_shardings(
     )
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a network's state lies between uses (`home`) and during an update (`work`): two trees of shardings."""
+
+    home: ModelState
+    work: ModelState
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is kept in host memory."""
+        return bool(self.home != self.work)
+
+
+def place_state(
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    shardings: Params,
+    mesh: Mesh,
+    *,
+    param_offload: bool = False,
+    optimizer_offload: bool = False,
+) -> Placement:
+    """Placement of parameters (of which `params` says the shapes) and moments; what is offloaded has its home in host memory.
+
+    Counters stay on the devices: they are read between steps.
+    """
+    moments = state_shardings(optimizer, params, shardings, mesh)
+    work = ModelState(trainable=shardings, frozen={}, opt_state=moments)
+    home = work
+    if param_offload:
+        home = replace(home, trainable=sharding.on_host(shardings))
+    if optimizer_offload:
+        moved = optax.tree_utils.tree_map_params(
+            optimizer, lambda where: where.with_memory_kind("pinned_host"), moments
+        )
+        home = replace(home, opt_state=moved)
+    return Placement(home, work)
+
+
 def init_model_state(
-    optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh
+    optimizer: optax.GradientTransformation, params: Params, placement: Placement
 ) -> ModelState:
-    """Fresh moments for placed parameters."""
-    placed = state_shardings(optimizer, params, shardings, mesh)
-    return ModelState(
-        trainable=params, frozen={}, opt_state=jax.jit(optimizer.init, out_shardings=placed)(params)
-    )
+    """Fresh moments for placed parameters, at home."""
+    moments = jax.jit(optimizer.init, out_shardings=placement.home.opt_state)(params)
+    return ModelState(trainable=params, frozen={}, opt_state=moments)
 
 
 def optimizer_count(opt_state: Any) -> Array:

@@ -100,9 +100,12 @@ class Layout:
 
 
 def block_size(attention: str, longest: int) -> int:
-    """Tokens per attention block: 128 for accelerator kernels, else a power of two from 16 to 64 near half a trajectory."""
+    """Tokens per attention block: 128 for accelerator kernels, else a power of two from 16 to 64 near half a trajectory (`ring`: to
+    512, near an eighth)."""
     if attention in ("splash", "flash"):
         return 128
+    if attention == "ring":
+        return max(16, min(512, 2 ** math.floor(math.log2(max(longest // 8, 1)))))
     return max(16, min(64, 2 ** math.floor(math.log2(max(longest // 2, 1)))))
 
 
@@ -121,16 +124,20 @@ def make_layout(
     share: bool = True,
     pad: bool = False,
     attention: str = "blocked",
+    platform: str = "cpu",
+    context: int = 1,
 ) -> Layout:
     """The layout of a batch under a budget of stored tokens per device, or rows of a size that wastes little.
 
     `budget` is the most tokens that a device works on at once (verl's `ppo_max_token_len_per_gpu`, counted as stored: a shared
     prompt once). Without one, rows are short enough to be full, and have at most the room of `micro_rows` trajectories of full
     length. Rows are never longer than a device's whole share of a mini-batch. Lengths are whole blocks: a budget is rounded down to
-    them, and up where one trajectory needs it. Raises `ConfigError` for a budget below one trajectory.
+    them, and up where one trajectory needs it; on a mesh that splits rows over `context` devices a row holds as many times
+    a device's budget, and its parts are whole blocks. Raises `ConfigError` for a budget below one trajectory.
     """
     single = prompt_width + response_width
     block = block_size(attention, single)
+    unit = block * context
     rows = mini_prompts * group
     share_rows = -(-rows // shards)
     per_prompt = group if share else 1
@@ -140,20 +147,23 @@ def make_layout(
 
     whole = stored(share_rows)
     if budget is not None:
-        if budget < single:
+        row = budget * context
+        if row < single:
             raise ConfigError(
-                f"a token budget of {budget} per device does not hold one trajectory of {prompt_width} + {response_width} = "
+                f"a token budget of {budget} per device"
+                + (f" on {context} devices of a row" * (context > 1))
+                + f" does not hold one trajectory of {prompt_width} + {response_width} = "
                 f"{single} tokens; raise ppo_max_token_len_per_device (and log_prob_max_token_len_per_device)"
             )
-        wanted = max(budget // block * block, single)
+        wanted = max(row // unit * unit, single)
     else:
-        most = SMALL_ROW.get(jax.default_backend(), SMALL_ROW_DEFAULT)
+        most = SMALL_ROW.get(platform, SMALL_ROW_DEFAULT) * context
         full = stored(min(per_prompt, share_rows))
-        unit = full if full <= most else 1
+        step = full if full <= most else 1
         wanted = max(single, min(most, whole // ROWS_PER_SHARE))
-        wanted = max(single, min(-(-wanted // unit), max(1, most // unit)) * unit)
+        wanted = max(single, min(-(-wanted // step), max(1, most // step)) * step)
         wanted = min(wanted, stored(min(micro_rows or share_rows, share_rows)))
-    tokens = -(-min(wanted, whole) // block) * block
+    tokens = -(-min(wanted, whole) // unit) * unit
     crowd = RESPONSES_PER_ROW.get(attention, RESPONSES_PER_ROW_DEFAULT)
     responses = min(share_rows, max(crowd * tokens // response_width, per_prompt))
     fitting = min(max(1, (tokens - prompt_width) // response_width), responses)

@@ -7,13 +7,13 @@ Left out on purpose: losses and updates (see `learner`), correction weights betw
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import packing, sharding
 from jaxrl_llm.models import heads, kernels, transformer
@@ -56,6 +56,10 @@ class Network:
             remat=self.remat,
             constrain=sharding.make_constrain(self.mesh),
         )
+        if self.mesh.shape["context"] > 1:
+            # A slot's predictor may lie with another device of the row: each gets the whole row, once.
+            whole = NamedSharding(self.mesh, PartitionSpec(sharding.ROWS))
+            hidden = jax.lax.with_sharding_constraint(hidden, whole)
         return jnp.take_along_axis(hidden, micro.predictors[..., None], axis=1)
 
 
@@ -69,9 +73,9 @@ class Scores:
     sum_pi_squared: Array | None = None
 
 
-def head_chunk(slots: int, vocabulary: int) -> int:
+def head_chunk(slots: int, vocabulary: int, platform: str) -> int:
     """Slots of a row whose logits are made at once: a multiple of 64 (of 16) where rows are long enough."""
-    most = HEAD_ELEMENTS.get(jax.default_backend(), HEAD_ELEMENTS_DEFAULT) // vocabulary
+    most = HEAD_ELEMENTS.get(platform, HEAD_ELEMENTS_DEFAULT) // vocabulary
     wanted = max(1, min(most, -(-slots // HEAD_CHUNKS)))
     unit = 64 if wanted >= 64 else 16 if wanted >= 16 else 1
     return wanted // unit * unit
@@ -93,52 +97,66 @@ def token_scores(
     Entropies are `"trained"`, only for `"reading"` (no gradient: the backward pass then skips them), or `None`.
 
     `softmax(logits / temperature)` in float32, chunk by chunk over the slots and recomputed in the backward pass: `[R S V]`
-    never exists. Chunks that begin at slot `live` or behind are skipped and give 0. Every device of the data axes works on its
-    own rows with the whole kernel of the head: left to the compiler, each chunk would gather it and add up its gradient anew.
+    never exists. Chunks that begin at slot `live` or behind are skipped and give 0. Every device works on its own rows, its own
+    chunks of them (`context`) and its own part of the vocabulary (`tensor`): maxima and sums cross devices, logits never do. Over the
+    data axes the head's kernel is whole: left to the compiler, each chunk would gather it and add up its gradient anew.
     """
-    name = "embed" if network.config.tie_embeddings else "head"
-    live = jnp.int32(hidden.shape[1] if live is None else live)
+    config, mesh = network.config, network.mesh
+    name = "embed" if config.tie_embeddings else "head"
+    rows, slots = targets.shape
+    share = mesh.shape["context"]
+    split = mesh.shape["tensor"] > 1 and config.vocab_size % mesh.shape["tensor"] == 0
+    part = config.vocab_size // (mesh.shape["tensor"] if split else 1)
+    chunk = head_chunk(-(-slots // share), part, sharding.platform(mesh))
+    count = -(-slots // (chunk * share)) * share
+    live = jnp.int32(slots if live is None else live)
     score: Callable[..., tuple[Array, ...]] = partial(
-        _scores_of_rows, network, entropy=entropy, squares=squares
-    )
-    if network.mesh.size > 1:
-        whole, rows = PartitionSpec(), PartitionSpec(sharding.ROWS)
+        _scores_of_chunks, network, axis="tensor" if split else None, entropy=entropy, squares=squares
+    )  # fmt: skip
+
+    def chunks(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, count * chunk - slots)) + ((0, 0),) * (x.ndim - 2))
+        return padded.reshape(rows, count // share, share, chunk, *x.shape[2:])
+
+    if mesh.size > 1:
+        kernel = ("tensor", None) if config.tie_embeddings else (None, "tensor")
+        whole, pieces = PartitionSpec(), PartitionSpec(sharding.ROWS, None, "context")
         score = jax.shard_map(
             score,
-            mesh=network.mesh,
-            in_specs=(whole, rows, rows, whole, whole),
-            out_specs=rows,
-            axis_names=set(sharding.ROWS),
+            mesh=mesh,
+            in_specs=(PartitionSpec(*kernel) if split else whole, pieces, pieces, whole, whole),
+            out_specs=pieces,
             check_vma=False,
         )
-    return Scores(*score({name: params[name]}, hidden, targets, temperature, live))
+    found = score(params[name]["kernel"], chunks(hidden), chunks(targets), temperature, live)
+    return Scores(*(x.reshape(rows, count * chunk)[:, :slots] for x in found))
 
 
-def _scores_of_rows(
+def _scores_of_chunks(
     network: Network,
-    params: Params,
+    kernel: Array,
     hidden: Array,
     targets: Array,
     temperature: Array,
     live: Array,
     *,
+    axis: str | None,
     entropy: str | None,
     squares: bool,
 ) -> tuple[Array, ...]:
-    """The numbers of `Scores` for rows of one device (of one group of devices that share a head), chunk by chunk."""
-    rows, slots, _ = hidden.shape
-    chunk = head_chunk(slots, network.config.vocab_size)
-    count = -(-slots // chunk)
-
-    def split(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, count * chunk - slots)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(padded.reshape(rows, count, chunk, *x.shape[2:]), 1, 0)
+    """The numbers of `Scores` for the chunks `[R n 1 c]` of one device; with `axis` its kernel holds a part of the vocabulary."""
+    rows, count, _, chunk = targets.shape
+    share = network.mesh.shape["context"]
+    offset = jax.lax.axis_index("context") if share > 1 else 0
+    name = "embed" if network.config.tie_embeddings else "head"
 
     def score(states: Array, chosen: Array) -> tuple[Array, ...]:
         flat = states.reshape(rows * chunk, -1)
-        logits = heads.logits(network.config, params, flat, compute_dtype=network.dtype)
+        logits = heads.logits(
+            network.config, {name: {"kernel": kernel}}, flat, compute_dtype=network.dtype
+        )
         logits = logits.reshape(rows, chunk, -1) / temperature
-        return token_numbers(logits, chosen, entropy, squares)
+        return token_numbers(logits, chosen, entropy, squares, axis)
 
     def skip(states: Array, chosen: Array) -> tuple[Array, ...]:
         del states
@@ -150,58 +168,89 @@ def _scores_of_rows(
         first, states, chosen = piece
         return jax.lax.cond(first < live, score, skip, states, chosen)
 
-    pieces = (jnp.arange(count) * chunk, split(hidden), split(targets))
-    parts = [
-        jnp.moveaxis(part, 0, 1).reshape(rows, count * chunk)[:, :slots]
-        for part in jax.lax.map(one, pieces)
-    ]
-    return tuple(parts)
+    first = (jnp.arange(count) * share + offset) * chunk
+    by_chunk = (jnp.moveaxis(x[:, :, 0], 1, 0) for x in (hidden, targets))
+    return tuple(
+        jnp.moveaxis(part, 0, 1)[:, :, None] for part in jax.lax.map(one, (first, *by_chunk))
+    )
 
 
 def token_numbers(
-    logits: Array, chosen: Array, entropy: str | None, squares: bool
+    logits: Array, chosen: Array, entropy: str | None, squares: bool, axis: str | None = None
 ) -> tuple[Array, ...]:
-    """Log-prob of `chosen [...]`, then where asked entropy and sum of squared probabilities, from float32 `logits [... V]`."""
-    total = jax.nn.logsumexp(logits, axis=-1)
-    parts = [jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0] - total]
+    """Log-prob of `chosen [...]`, then where asked entropy and sum of squared probabilities, from float32 `logits [... V]`.
+
+    With `axis`, the devices of that mesh axis hold consecutive parts of the vocabulary (Megatron-LM's vocabulary-parallel cross
+    entropy, arXiv:1909.08053): three numbers per token are added up over them, and one maximum is taken.
+    """
+    if axis is None:
+        total = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, chosen[..., None], axis=-1)[..., 0]
+    else:
+        here = chosen - jax.lax.axis_index(axis) * logits.shape[-1]
+        ours = (here >= 0) & (here < logits.shape[-1])
+        at = jnp.clip(here, 0, logits.shape[-1] - 1)[..., None]
+        found = jnp.take_along_axis(logits, at, axis=-1)[..., 0]
+        picked = jax.lax.psum(jnp.where(ours, found, 0.0), axis)
+        top = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis)
+        summed = jax.lax.psum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), axis)
+        total = top + jnp.log(summed)
+    add = partial(jax.lax.psum, axis_name=axis) if axis else lambda x: x
+    parts = [picked - total]
     if entropy == "reading":
         logits, total = jax.lax.stop_gradient((logits, total))
     log_probs = logits - total[..., None]
     if entropy:
-        parts.append(total - jnp.sum(jnp.exp(log_probs) * logits, axis=-1))
+        parts.append(total - add(jnp.sum(jnp.exp(log_probs) * logits, axis=-1)))
     if squares:
-        parts.append(jnp.sum(jnp.exp(2.0 * log_probs), axis=-1))
+        parts.append(add(jnp.sum(jnp.exp(2.0 * log_probs), axis=-1)))
     return tuple(parts)
 
 
 # Over all micro-batches ------------------------------------------------------------------------------------------------
 
 
+def _specs(packed: Packed, lead: int) -> Packed:
+    """Partitions of packed rows behind `lead` whole axes: rows over the data shards, tokens over the devices of a row too."""
+    before, whole = (None,) * lead, PartitionSpec()
+    rows, tokens = (PartitionSpec(*before, sharding.ROWS, *rest) for rest in ((), ("context",)))
+    return Packed(
+        tokens=tokens,
+        positions=tokens,
+        view=kernels.view_specs(packed.view, lead=lead),
+        predictors=rows,
+        targets=rows,
+        slots=whole,
+        rows=rows,
+        starts=rows,
+        lengths=rows,
+        micros=whole,
+        members=whole,
+    )
+
+
 def micro_batch(packed: Packed, mini: Array, index: Array, mesh: Mesh) -> Packed:
     """Micro-batch `index` of mini-batch `mini`: rows `[R ...]`, one per data shard."""
 
-    def one(x: Array) -> Array:
+    def one(x: Array, partition: PartitionSpec) -> Array:
         x = jax.lax.dynamic_index_in_dim(x, mini, 0, keepdims=False)
-        return jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+        x = jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
 
-    def row(x: Array) -> Array:
-        return jax.lax.with_sharding_constraint(one(x), sharding.rows(mesh))
-
-    whole = {"slots": one(packed.slots), "micros": packed.micros, "members": packed.members}
-    names = ("tokens", "positions", "view", "predictors", "targets", "rows", "starts", "lengths")
-    return Packed(**whole, **{name: jax.tree.map(row, getattr(packed, name)) for name in names})
+    specs, kept = _specs(packed, 0), {"micros": packed.micros, "members": packed.members}
+    names = [field.name for field in fields(Packed) if field.name not in kept]
+    cut = {name: jax.tree.map(one, getattr(packed, name), getattr(specs, name)) for name in names}
+    return Packed(**cut, **kept)
 
 
 def place(packed: Packed, mesh: Mesh) -> Packed:
     """Host arrays on the mesh: rows over the data shards, counts and members everywhere."""
-    rows, whole = sharding.rows(mesh, axis=2), sharding.replicated(mesh)
-    spread = {"slots": whole, "micros": whole, "members": whole}
-    names = ("tokens", "positions", "view", "predictors", "targets", "rows", "starts", "lengths")
-    shardings = Packed(
-        **spread,
-        **{name: jax.tree.map(lambda _: rows, getattr(packed, name)) for name in names},
+    shardings = jax.tree.map(
+        lambda partition: NamedSharding(mesh, partition),
+        _specs(packed, 2),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
-    return jax.device_put(packed, shardings)
+    return sharding.put(packed, shardings)
 
 
 def _over_rows(
@@ -233,11 +282,16 @@ def _over_rows(
 
 
 def make_score(
-    network: Network, batch: int, width: int, *, full: bool = False
+    network: Network, batch: int, width: int, *, full: bool = False, work: Params | None = None
 ) -> Callable[[Params, Packed, Array], Scores]:
-    """A jitted `score(params, packed, temperature) -> Scores [B Tr]` of `batch` rows; with `full` also entropies and squares."""
+    """A jitted `score(params, packed, temperature) -> Scores [B Tr]` of `batch` rows; with `full` also entropies and squares.
+
+    `work` are the shardings that parameters kept elsewhere (in host memory) are moved to first.
+    """
 
     def score(params: Params, packed: Packed, temperature: Array) -> Scores:
+        params = sharding.move(params, work)
+
         def one(micro: Packed) -> tuple[Array, ...]:
             scores = token_scores(
                 network,
@@ -257,10 +311,14 @@ def make_score(
     return jax.jit(score)
 
 
-def make_values(network: Network, batch: int, width: int) -> Callable[[Params, Packed], Array]:
-    """A jitted `values(critic_params, packed) -> [B Tr]`: the value before each response token."""
+def make_values(
+    network: Network, batch: int, width: int, *, work: Params | None = None
+) -> Callable[[Params, Packed], Array]:
+    """A jitted `values(critic_params, packed) -> [B Tr]`: the value before each response token; `work` as in `make_score`."""
 
     def values(params: Params, packed: Packed) -> Array:
+        params = sharding.move(params, work)
+
         def one(micro: Packed) -> tuple[Array]:
             return (heads.values(params["value_head"], network.slots(params["trunk"], micro)),)
 

@@ -55,8 +55,9 @@ def start_lines(
         ("models loaded", ", ".join(models(c)), f"{parameters / 1e6:,.2f} M parameters each"),
         (
             "devices",
-            f"{mesh.data * mesh.fsdp * mesh.tensor}",
-            f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}",
+            f"{mesh.data * mesh.fsdp * mesh.tensor * mesh.context}",
+            f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor}"
+            + (f" x context {mesh.context}" if mesh.context > 1 else ""),
         ),
         ("steps", f"{total_steps:,}", f"{steps_per_epoch:,} steps per pass over the prompts"),
     ]

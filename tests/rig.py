@@ -122,6 +122,7 @@ def devices(count: int) -> Any:
     make = sharding.make_mesh
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "device_count", lambda: count)
+        patch.setattr(jax, "local_devices", lambda: jax.devices()[:count])
         patch.setattr(
             sharding, "make_mesh", lambda shape, on=None: make(shape, on or jax.devices()[:count])
         )

@@ -82,17 +82,17 @@ def test_a_reference_of_another_architecture_is_refused(plain, monkeypatch):
 
     monkeypatch.setattr(assembly, "open_model", other)
     with pytest.raises(ConfigError, match=r"ref\.path: .*another architecture"):
-        assembly._reference(plain.config, plain.actor, lambda text: None)
+        assembly._reference(plain, lambda text: None)
 
 
 def test_the_rollout_mesh_is_the_training_mesh_where_both_have_one_shape(plain):
     assert plain.rollout_mesh is plain.mesh
     params = {"anything": 1}
-    assert assembly.rollout_params(plain, params) is params
+    assert plain.handover(params) is params
     two = rig.build(SHORT | {"rollout.tensor_model_parallel_size": 2}, count=8)
     assert dict(two.rollout_mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
     first = networks.first_state(two).actor.trainable
-    moved = assembly.rollout_params(two, first)
+    moved = two.handover(first)
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(moved), strict=True):
         assert np.array_equal(one, other)
     assert jax.tree.leaves(moved)[0].sharding.mesh == two.rollout_mesh

@@ -112,8 +112,6 @@ PAIRS = [
     ("rollout__tensor_model_parallel_size", "0"),
     ("mesh__data", "0"),
     ("mesh__tensor", "-1"),
-    ("actor__param_offload", "true"),
-    ("critic__optimizer_offload", "true"),
     ("validation__top_k", "5"),
     ("trainer__resume_mode", "path"),
     ("trainer__resume_from_path", "x"),
@@ -220,6 +218,14 @@ def test_a_mesh_that_does_not_come_out_shows_its_equation(mesh, devices, equatio
     assert equation in str(caught.value)
     assert equation in only(check(c, devices))
     assert check(c) == []
+
+
+def test_the_context_axis_is_one_of_the_mesh():
+    c = config(mesh__data="1", mesh__fsdp="2", mesh__context="none")
+    shape = mesh_shape(c, 8)
+    assert shape == MeshShape(1, 2, 1, context=4) and shape.shards == 2
+    with pytest.raises(ConfigError, match="data 1 x fsdp 2 x tensor 1 x context 3 = 6 devices"):
+        mesh_shape(config(mesh__data="1", mesh__fsdp="2", mesh__context="3"), 8)
 
 
 def test_nearest_multiples():

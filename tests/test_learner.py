@@ -55,7 +55,7 @@ def plan(**changes):
 def gradient(mesh, mode: str, critic=False, data=None, loss_fn=None, **rows):
     """The gradient and the metrics of one optimizer step over the whole batch, packed as `rows` say."""
     rollout, batch = data or tiny.ragged()
-    network = tiny.network(mesh, attention=rows.get("attention", "blocked"))
+    network = tiny.network(mesh, **{k: v for k, v in rows.items() if k == "attention"})
     params = tiny.params(mesh)
     if critic:
         head = {"kernel": jnp.linspace(-1.0, 1.0, 16)}
@@ -230,7 +230,9 @@ def adam_state(mesh, lr=1e-2, **knobs):
     params = tiny.params(mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     return (
-        optimizer_module.init_model_state(optimizer, params, shardings, mesh),
+        optimizer_module.init_model_state(
+            optimizer, params, optimizer_module.place_state(optimizer, params, shardings, mesh)
+        ),
         optimizer,
         schedule,
     )

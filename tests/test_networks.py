@@ -68,8 +68,9 @@ def test_first_coefficients_and_counters():
 
 
 def test_compute_dtype():
-    assert networks.compute_dtype("auto") == jnp.float32  # on CPU
-    assert networks.compute_dtype("bfloat16") == jnp.bfloat16
+    assert networks.compute_dtype("auto", "cpu") == jnp.float32
+    assert networks.compute_dtype("auto", "tpu") == jnp.bfloat16
+    assert networks.compute_dtype("bfloat16", "cpu") == jnp.bfloat16
 
 
 def test_a_saved_state_needs_neither_prompts_nor_the_runs_mesh(ppo):

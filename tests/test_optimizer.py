@@ -46,7 +46,9 @@ def test_moments_are_sharded_like_their_parameters():
     params = tiny.params(mesh)
     adamw = optimizer.make_optimizer(OptimKnobs(), lambda count: 1e-3)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    state = optimizer.init_model_state(adamw, params, shardings, mesh)
+    state = optimizer.init_model_state(
+        adamw, params, optimizer.place_state(adamw, params, shardings, mesh)
+    )
     moments = optax.tree_utils.tree_get(state.opt_state, "mu")
     same = jax.tree.map(lambda p, m: p.sharding == m.sharding, state.trainable, moments)
     assert all(jax.tree.leaves(same))

@@ -53,11 +53,18 @@ def drawn(prompts: int, group: int, prompt_width: int, width: int, lengths=None)
     )
 
 
-def lowered(config: families.ModelConfig, rollout: Rollout, mesh: Any = None, **rows: Any):
+def lowered(
+    config: families.ModelConfig,
+    rollout: Rollout,
+    mesh: Any = None,
+    remat: str = "full",
+    accumulate_in: str = "float32",
+    **rows: Any,
+):
     """Update and score of a model over a rollout in one mini-batch, lowered, with its layout and packed rows."""
     mesh, prompts = mesh or tiny.mesh(), len(rollout.prompt_tokens)
     kind = rows.get("attention", "blocked")
-    network = scoring.Network(config, mesh, jnp.dtype("float32"), "full", kind)
+    network = scoring.Network(config, mesh, jnp.dtype("float32"), remat, kind)
     layout = tiny.layout(rollout, sharding.shards(mesh), **rows)
     packed = packing.pack(layout, rollout)[0]
     width = layout.response_width
@@ -77,7 +84,7 @@ def lowered(config: families.ModelConfig, rollout: Rollout, mesh: Any = None, **
     state = learner.ModelState(params, {}, moments)
     loss = learner.make_actor_loss(network, KNOBS, 1.0, on_policy=True)
     plan = learner.Plan(prompts, 1, prompts)
-    update = learner.make_update(loss, adamw, schedule, plan, mesh)
+    update = learner.make_update(loss, adamw, schedule, plan, mesh, accumulate_in=accumulate_in)
     score = scoring.make_score(network, len(zeros), width, full=True)
     return (
         update.lower(state, batch, packed, tiny.algorithm()),
@@ -149,7 +156,7 @@ def long():
 @pytest.mark.parametrize("program", [0, 1], ids=["update", "score"])
 def test_no_buffer_holds_all_logits_or_all_scores_of_a_row(long, program):
     """The largest array is a chunk of logits, about a quarter of a row's."""
-    chunk = scoring.head_chunk(LONG, VOCABULARY) * VOCABULARY
+    chunk = scoring.head_chunk(LONG, VOCABULARY, "cpu") * VOCABULARY
     assert chunk <= largest(long[program]) < LONG * LONG / 2
 
 
@@ -208,7 +215,7 @@ def set_up(dtype: str = "float32", stop_ids: tuple[int, ...] = (), knobs=KNOBS) 
     plan = learner.Plan(PROMPTS, 1, PROMPTS)
     return Step(
         reference=jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(params),
-        state=optimizer.init_model_state(adamw, jax.device_put(params, shardings), shardings, mesh),
+        state=optimizer.init_model_state(adamw, jax.device_put(params, shardings), optimizer.place_state(adamw, params, shardings, mesh)),
         algorithm=jax.device_put(
             learner.init_algorithm_state(0.0, 0.04), sharding.replicated(mesh)
         ),

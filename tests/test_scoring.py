@@ -130,10 +130,10 @@ def test_chunks_behind_the_last_slot_are_skipped_and_give_nothing():
 
 
 def test_a_head_chunk_is_bounded_by_elements_and_by_the_row():
-    assert scoring.head_chunk(576, 4096) == 128
-    assert scoring.head_chunk(4608, 49152) == 320
-    assert scoring.head_chunk(7, 29) == 2
-    assert scoring.head_chunk(1, 2**30) == 1
+    assert scoring.head_chunk(576, 4096, "cpu") == 128
+    assert scoring.head_chunk(4608, 49152, "cpu") == 320
+    assert scoring.head_chunk(7, 29, "cpu") == 2
+    assert scoring.head_chunk(1, 2**30, "cpu") == 1
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

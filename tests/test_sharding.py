@@ -8,16 +8,17 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm import sharding
 from jaxrl_llm.checks import MeshShape
+from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import families, heads, transformer
 from tests import tiny
 
 ROWS = ("data", "fsdp")
 
 
-def test_a_mesh_holds_its_devices_in_order_under_three_names():
+def test_a_mesh_holds_its_devices_in_order_under_four_names():
     mesh = sharding.make_mesh(MeshShape(2, 2, 2))
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert mesh.axis_names == ("data", "fsdp", "context", "tensor")
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
     assert [device.id for device in mesh.devices.ravel()] == list(range(8))
     assert sharding.shards(mesh) == 4
     assert sharding.shards(tiny.mesh(1, 1, 4)) == 1
@@ -47,11 +48,11 @@ def test_parameters_are_split_by_letter_where_their_axes_divide(dims, shape, exp
 @pytest.mark.parametrize(
     ("dims", "shape", "expected"),
     [
-        ("BTD", (8, 5, 16), (ROWS, None, None)),
-        ("BTD", (6, 5, 16), (None, None, None)),
-        ("BTNH", (4, 5, 4, 8), (ROWS, None, "tensor", None)),
-        ("BTKH", (4, 5, 3, 8), (ROWS, None, None, None)),
-        ("BTV", (4, 5, 30), (ROWS, None, "tensor")),
+        ("BTD", (8, 5, 16), (ROWS, "context", None)),
+        ("BTD", (6, 5, 16), (None, "context", None)),
+        ("BTNH", (4, 5, 4, 8), (ROWS, "context", "tensor", None)),
+        ("BTKH", (4, 5, 3, 8), (ROWS, "context", None, None)),
+        ("BTV", (4, 5, 30), (ROWS, "context", "tensor")),
     ],
 )
 def test_activations_are_split_over_rows_and_heads(dims, shape, expected):
@@ -72,6 +73,49 @@ def test_every_parameter_gets_a_sharding_that_divides_it():
     assert placed["head"]["kernel"].spec == PartitionSpec("fsdp", None)
     assert placed["layers"]["q"]["kernel"].spec == PartitionSpec(None, "fsdp", "tensor", None)
     assert placed["layers"]["down"]["kernel"].shard_shape((2, 24, 16)) == (2, 12, 8)
+
+
+def strict(change, mesh=None):
+    """The problems of placing the tiny model's parameters after a change of their letters or shapes."""
+    config = tiny.model()
+    dims, shapes = families.param_dims(config), transformer.abstract_params(config)
+    change(dims, shapes)
+    with pytest.raises(ConfigError) as caught:
+        sharding.param_shardings(mesh or tiny.mesh(2, 2, 2), dims, shapes)
+    return str(caught.value)
+
+
+def test_a_parameter_without_letters_is_an_error():
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    said = strict(lambda dims, shapes: shapes["head"].update(extra=shape))
+    assert "parameter head.extra has a shape only, need both" in said
+    said = strict(lambda dims, shapes: dims["norm"].update(extra="D"))
+    assert "parameter norm.extra has dim letters only, need both" in said
+
+
+def test_a_letter_without_a_rule_and_a_rule_without_a_parameter_are_errors():
+    said = strict(lambda dims, shapes: dims["norm"].update(scale="Q"))
+    assert "letter Q of a parameter axis has no rule" in said
+
+    def no_vocabulary(dims, shapes):
+        dims["embed"], dims["head"] = {"kernel": "DD"}, {"kernel": "DD"}
+
+    assert "the rule V -> tensor matches no parameter" in strict(no_vocabulary)
+
+
+def test_a_large_parameter_that_would_lie_whole_on_every_device_is_an_error():
+    """29 x 16 floats may; 29 x 2^14 floats (1.8 MB) may not, on a mesh that splits the vocabulary in two."""
+
+    def wide(dims, shapes):
+        shapes["embed"]["kernel"] = jax.ShapeDtypeStruct((29, 2**14), jnp.float32)
+
+    said = strict(wide)
+    assert "mesh.tensor = 2: parameter embed.kernel has 29 along V" in said
+    assert "set mesh.tensor to a divisor of 29" in said
+    config = tiny.model()
+    dims, shapes = families.param_dims(config), transformer.abstract_params(config)
+    wide(dims, shapes)
+    sharding.param_shardings(tiny.mesh(4, 2, 1), dims, shapes)
 
 
 def test_constrain_on_one_device_is_the_identity():

@@ -35,14 +35,16 @@ def model() -> families.ModelConfig:
     return families.from_hf(dict(HF))
 
 
-def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh over the first `data * fsdp * tensor` of the fake devices."""
-    shape = MeshShape(data, fsdp, tensor)
-    return sharding.make_mesh(shape, jax.devices()[: data * fsdp * tensor])
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> jax.sharding.Mesh:
+    """A mesh over as many of the fake devices, from the first."""
+    shape = MeshShape(data, fsdp, tensor, context)
+    return sharding.make_mesh(shape, jax.devices()[: data * fsdp * tensor * context])
 
 
 def network(on: jax.sharding.Mesh, remat: str = "dots", **changes: Any) -> scoring.Network:
-    """The tiny model on a mesh, float32."""
+    """The tiny model on a mesh, float32; with ring attention where rows are split."""
+    if on.shape["context"] > 1:
+        changes = {"attention": "ring"} | changes
     return scoring.Network(model(), on, jnp.dtype("float32"), remat, **changes)
 
 
@@ -118,7 +120,9 @@ def layout(rollout: Rollout, shards: int = 1, **changes: Any) -> packing.Layout:
 
 def packed(rollout: Rollout, on: jax.sharding.Mesh, **changes: Any) -> packing.Packed:
     """A rollout in packed rows on a mesh."""
-    host, _ = packing.pack(layout(rollout, sharding.shards(on), **changes), rollout)
+    context = on.shape["context"]
+    how = {"context": context, "attention": "ring" if context > 1 else "blocked"} | changes
+    host, _ = packing.pack(layout(rollout, sharding.shards(on), **how), rollout)
     return scoring.place(host, on)
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrl_llm.knobs.algorithm import KLKind
+from jaxrl_llm.knobs.marks import operational
 from jaxrl_llm.knobs.optim import OptimKnobs
 
 LossAggregation = Literal[
@@ -56,7 +57,9 @@ class ActorKnobs:
     """KL estimator in the loss: k1/kl, k2/mse, k3/low_var_kl, abs; a trailing `+` takes k2's gradient."""
     optim: OptimKnobs = field(default_factory=OptimKnobs)
     """The policy's optimizer."""
-    param_offload: bool = False
-    """Keep the policy's weights in host memory between uses. Not available yet: only off is accepted."""
-    optimizer_offload: bool = False
-    """Keep the policy's moments in host memory between updates. Not available yet: only off is accepted."""
+    grad_accumulation_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of the gradient's sum over micro-batches; `bfloat16` halves its memory and rounds each addition."""
+    param_offload: bool = operational(False)
+    """Keep the policy's weights in (pinned) host memory between uses."""
+    optimizer_offload: bool = operational(False)
+    """Keep the policy's moments in (pinned) host memory between updates."""

@@ -1,8 +1,11 @@
 """`critic`: the value network of PPO."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jaxrl_llm.knobs.actor import LossAggregation
+from jaxrl_llm.knobs.marks import operational
+from jaxrl_llm.knobs.model import Remat
 from jaxrl_llm.knobs.optim import OptimKnobs
 
 
@@ -14,8 +17,8 @@ class CriticKnobs:
     """`None` means: exactly when the advantage estimator needs values (`gae`)."""
     path: str | None = None
     """Weights of the critic's trunk; `None` takes `model.path`. The value head starts at zero."""
-    enable_gradient_checkpointing: bool | None = None
-    """`None` takes `model.enable_gradient_checkpointing`."""
+    enable_gradient_checkpointing: bool | Remat | None = None
+    """`full` (true), `dots`, or false for nothing; `None` takes `model.enable_gradient_checkpointing`."""
     ppo_mini_batch_size: int | None = None
     """Prompts per optimizer step; `None` takes the actor's."""
     ppo_micro_batch_size_per_device: int | None = None
@@ -32,7 +35,9 @@ class CriticKnobs:
     """How per-token value losses become one number."""
     optim: OptimKnobs = field(default_factory=lambda: OptimKnobs(lr=1e-5))
     """The critic's optimizer."""
-    param_offload: bool = False
-    """Keep the critic's weights in host memory between uses. Not available yet: only off is accepted."""
-    optimizer_offload: bool = False
-    """Keep the critic's moments in host memory between updates. Not available yet: only off is accepted."""
+    grad_accumulation_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Format of the gradient's sum over micro-batches; `bfloat16` halves its memory and rounds each addition."""
+    param_offload: bool = operational(False)
+    """Keep the critic's weights in (pinned) host memory between uses."""
+    optimizer_offload: bool = operational(False)
+    """Keep the critic's moments in (pinned) host memory between updates."""

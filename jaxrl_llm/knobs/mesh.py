@@ -13,3 +13,5 @@ class MeshKnobs:
     """Devices that share parameters and moments, each with its own trajectories."""
     tensor: int | None = 1
     """Devices that share each matrix product."""
+    context: int | None = 1
+    """Devices that share the tokens of each packed row (ring attention), for sequences too long for one device."""

@@ -18,4 +18,4 @@ class RefKnobs:
     log_prob_max_token_len_per_device: int | None = None
     """Most stored tokens one device scores at once; `None` takes `rollout.log_prob_max_token_len_per_device`."""
     param_offload: bool = operational(False)
-    """Keep the reference in host memory and move it to the devices only while it scores."""
+    """Keep the reference in (pinned) host memory and move it to the devices only while it scores."""

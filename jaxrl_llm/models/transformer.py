@@ -233,3 +233,16 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.tree.map(
         lambda dims: jax.ShapeDtypeStruct(shape_of(config, dims), jnp.float32), param_dims(config)
     )
+
+
+def compute_copy(config: ModelConfig, dtype: Any) -> Params:
+    """The parameters as the forward pass reads them at this precision: kernels and biases in `dtype`, norm scales in float32.
+
+    A copy in these formats gives the same results, bit for bit, as the float32 parameters.
+    """
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        narrow = path[-1].key != "scale"
+        return jax.ShapeDtypeStruct(leaf.shape, dtype if narrow else leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, abstract_params(config))

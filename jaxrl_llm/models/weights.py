@@ -179,33 +179,37 @@ def load_params(
     config: ModelConfig,
     *,
     shardings: Params | None = None,
-    dtype: Any = jnp.float32,
+    dtypes: Params | None = None,
 ) -> Params:
-    """Parameters of a model from the tensors of `source`, in `dtype`.
+    """Parameters of a model from the tensors of `source`, in float32 or in the dtypes of a tree like them.
 
     With `shardings` (a tree of shardings in the structure of the parameters) each device's part alone is read; without,
     whole leaves go to the default device. Host memory peaks at one leaf. Raises one `DataError` that lists every tensor
     that is missing, unexpected or of the wrong shape. A head is accepted beside tied embeddings only if equal to them.
     """
     _check_names(source, config)
-    layout, kind = hf_layout(config), np.dtype(dtype)
+    layout = hf_layout(config)
     params: Params = {}
     for path, dims in leaves(param_dims(config)):
         shape = shape_of(config, dims)
         template, axes = layout[path]
+        kind = np.dtype(np.float32 if dtypes is None else _at(dtypes, path))
         read = _remember(partial(_read_leaf, source, config, dims, template, axes, kind))
         if shardings is None:
             leaf = jnp.asarray(read(tuple(slice(0, size) for size in shape)))
         else:
-            sharding: Any = shardings
-            for name in path:
-                sharding = sharding[name]
-            leaf = jax.make_array_from_callback(shape, sharding, read)
+            leaf = jax.make_array_from_callback(shape, _at(shardings, path), read)
         branch = params
         for name in path[:-1]:
             branch = branch.setdefault(name, {})
         branch[path[-1]] = leaf
     return params
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
 
 
 def _remember(read: Callable[[Index], np.ndarray]) -> Callable[[Any], np.ndarray]:

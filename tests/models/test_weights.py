@@ -109,7 +109,11 @@ def test_sharded_loading_reads_only_parts_and_gives_the_same_numbers():
 
 
 def test_dtype_of_the_parameters():
-    params = weights.load_params(Held(tensors()), CONFIG, dtype=jnp.bfloat16)
+    params = weights.load_params(
+        Held(tensors()),
+        CONFIG,
+        dtypes=jax.tree.map(lambda _: jnp.bfloat16, families.param_dims(CONFIG)),
+    )
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(params))
 
 
