@@ -182,24 +182,11 @@ def rows_of(batch: Batch, where: Array) -> Batch:
     return replace(rows, mask=rows.mask & (where <= last)[:, None])
 
 
-def make_update(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    plan: Plan,
-    mesh: Mesh,
-    *,
-    accumulate_in: str = "float32",
-    placement: Placement | None = None,
-) -> Callable[[ModelState, Batch, Packed, AlgorithmState], tuple[ModelState, dict[str, Array]]]:
-    """A jitted `update(state, batch, packed, algorithm) -> (state, metrics)`; `state` is donated.
-
-    Runs `plan.epochs` passes of `plan.mini_batches` optimizer steps, each accumulating gradients over its micro-batches. A step
-    whose loss or gradient is not finite, or that has no trained token, is skipped by selection: parameters, moments and
-    schedule stay bit for bit. Metrics are `[steps]` arrays in the order of the optimizer steps; means are over trained tokens of
-    the mini-batch. Gradients are summed over micro-batches in the format `accumulate_in`. With `placement`, what is kept in host
-    memory comes to the devices for the update and goes back.
-    """
+def _make_accumulate(
+    loss_fn: LossFn, plan: Plan, mesh: Mesh, accumulate_in: str
+) -> Callable[..., tuple[Array, Params, dict[str, Array], Array]]:
+    """`accumulate(params, mini, batch, packed, algorithm)`: loss, gradient and metrics of a mini-batch, summed over as many
+    micro-batches as hold tokens, and whether it has a trained token at all."""
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulate(
@@ -237,6 +224,29 @@ def make_update(
         }
         grads = jax.tree.map(lambda x, like: x.astype(like.dtype), grads, params)
         return loss, grads, metrics | maxima, jnp.any(mask)
+
+    return accumulate
+
+
+def make_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    accumulate_in: str = "float32",
+    placement: Placement | None = None,
+) -> Callable[[ModelState, Batch, Packed, AlgorithmState], tuple[ModelState, dict[str, Array]]]:
+    """A jitted `update(state, batch, packed, algorithm) -> (state, metrics)`; `state` is donated.
+
+    Runs `plan.epochs` passes of `plan.mini_batches` optimizer steps, each accumulating gradients over its micro-batches. A step
+    whose loss or gradient is not finite, or that has no trained token, is skipped by selection: parameters, moments and
+    schedule stay bit for bit. Metrics are `[steps]` arrays in the order of the optimizer steps; means are over trained tokens of
+    the mini-batch. Gradients are summed over micro-batches in the format `accumulate_in`. With `placement`, what is kept in host
+    memory comes to the devices for the update and goes back.
+    """
+    accumulate = _make_accumulate(loss_fn, plan, mesh, accumulate_in)
 
     def optimizer_step(
         state: ModelState, mini: Array, batch: Batch, packed: Packed, algorithm: AlgorithmState

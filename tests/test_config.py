@@ -273,6 +273,19 @@ def filled(**changes: str) -> Config:
     return config
 
 
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [("true", "full"), ("false", "none"), ("none", "none"), ("dots", "dots"), ("full", "full")],
+)
+def test_gradient_checkpointing_takes_names_and_verls_true_and_false(text, meaning):
+    c = resolve(override(Config(), "model.enable_gradient_checkpointing", text))
+    assert c.model.enable_gradient_checkpointing == meaning
+    assert c.critic.enable_gradient_checkpointing == meaning
+    other = override(Config(), "critic.enable_gradient_checkpointing", text)
+    own = "full" if text == "none" else meaning  # a critic's none is its default: the model's
+    assert resolve(other).critic.enable_gradient_checkpointing == own
+
+
 def test_resolve_fills_what_other_settings_decide():
     c = resolve(
         filled(
@@ -309,7 +322,7 @@ def test_resolve_fills_what_other_settings_decide():
         "m",
         "m",
     )
-    assert c.critic.enable_gradient_checkpointing is True
+    assert c.critic.enable_gradient_checkpointing == c.model.enable_gradient_checkpointing == "full"
     assert needs_critic(c)
     assert not needs_reference(c)
     assert not needs_critic(resolve(filled(algorithm__adv_estimator="grpo")))

@@ -387,11 +387,13 @@ def test_adaptive_controllers_move_each_their_own_coefficient():
     assert float(state.kl_coef_loss) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("groups", (8, 4), ids=["whole groups", "split groups"])
 @pytest.mark.parametrize("estimator", ("gae", "grpo", "rloo"))
-def test_advantages_do_not_depend_on_devices(estimator):
+def test_advantages_do_not_depend_on_devices(estimator, groups):
+    """Three rows per device: a group each, or half a group."""
     knobs = AlgorithmKnobs(adv_estimator=estimator, gamma=0.99, lam=0.95)
-    prepare = learner.make_advantages(knobs, prompts=8, kl_loss_type=None)
-    batch = tiny.ragged_batch(groups=8)
+    prepare = learner.make_advantages(knobs, prompts=groups, kl_loss_type=None)
+    batch = tiny.ragged_batch(groups=groups, group=24 // groups)
     alone, _, _ = prepare(batch, tiny.algorithm())
     spread, _, _ = prepare(sharding.put_rows(tiny.mesh(data=8), batch), tiny.algorithm())
     np.testing.assert_allclose(

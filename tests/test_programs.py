@@ -130,6 +130,14 @@ def test_an_update_spends_the_counted_flops_and_little_more(once):
     assert 1.0 <= update.cost_analysis()["flops"] / counted <= 1.15
 
 
+def test_eight_devices_with_eight_times_the_work_spend_as_many_flops_each(once, monkeypatch):
+    monkeypatch.setattr(scoring, "HEAD_CHUNKS", 1)
+    update, _, layout, _ = lowered(WIDE, drawn(8, 8, 64, 64), tiny.mesh(data=8), budget=576)
+    assert layout.tokens == once[1].tokens and layout.micros == once[1].micros == 1
+    each = update.compile().cost_analysis()["flops"]
+    assert each == pytest.approx(once[0].cost_analysis()["flops"], rel=0.03)
+
+
 def test_the_updated_parameters_and_moments_take_the_place_of_the_old(once):
     size = sum(4 * prod(leaf.shape) for leaf in jax.tree.leaves(transformer.abstract_params(WIDE)))
     assert once[0].memory_analysis().alias_size_in_bytes >= 3 * size
