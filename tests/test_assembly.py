@@ -86,11 +86,13 @@ def test_a_reference_of_another_architecture_is_refused(plain, monkeypatch):
 
 
 def test_the_rollout_mesh_is_the_training_mesh_where_both_have_one_shape(plain):
-    assert plain.rollout_mesh is plain.mesh
-    params = {"anything": 1}
-    assert plain.handover(params) is params
+    assert plain.rollout_mesh is plain.mesh and plain.handover.program is None
+    params = networks.first_state(plain).actor.trainable
+    same = jax.tree.map(lambda one, other: one is other, plain.handover(params), params)
+    assert all(jax.tree.leaves(same))
     two = rig.build(SHORT | {"rollout.tensor_model_parallel_size": 2}, count=8)
-    assert dict(two.rollout_mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    shape = {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
+    assert dict(two.rollout_mesh.shape) == shape
     first = networks.first_state(two).actor.trainable
     moved = two.handover(first)
     for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(moved), strict=True):

@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import networks, step
+from jaxrl_llm import layouts, networks, step
 from jaxrl_llm.models import transformer
+from jaxrl_llm.rollout.shapes import engine_shapes
 from tests import rig, tiny
+from tests.test_knobs_alive import a_batch
 from tests.test_programs import WIDE, drawn, lowered
 from tests.test_step import FakeGrader, make_run, spread
 
@@ -75,8 +77,6 @@ def test_offloaded_state_lies_in_host_memory_between_steps_and_learns_the_same(t
 
 
 def update_arguments(parts):
-    from tests.test_knobs_alive import a_batch, layouts
-
     batch, rollout = a_batch(parts)
     packs, _ = layouts.pack_all(parts.layouts, rollout, parts.mesh, seed=0, step=1)
     state = networks.abstract_state(parts)
@@ -101,8 +101,6 @@ def test_the_reference_is_a_copy_in_the_precision_that_it_computes_in(dtype):
         for path, leaf in jax.tree_util.tree_leaves_with_path(parts.frozen)
     }
     assert kinds == {"kernel": dtype, "scale": "float32"}
-    from tests.test_knobs_alive import a_batch, layouts
-
     _, rollout = a_batch(parts)
     packs, _ = layouts.pack_all(parts.layouts, rollout, parts.mesh, seed=0, step=1)
     rows, one = packs[parts.layouts.reference], np.float32(1.0)
@@ -116,13 +114,9 @@ def test_the_reference_is_a_copy_in_the_precision_that_it_computes_in(dtype):
 
 def test_key_value_caches_are_given_to_the_next_chunk_and_not_copied():
     parts = rig.build(SHORT)
-    from jaxrl_llm.rollout.shapes import engine_shapes
-
-    advance = [one for one in engine_shapes(parts.engine, 8, 4) if one[0].startswith("advance")]
-    name, jitted, arguments, options = advance[0]
-    compiled = jitted.lower(*arguments, **options).compile()
-    state = arguments[1]
-    caches = sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.own, state.prompt))
-    )
+    programs = engine_shapes(parts.engine, parts.handover.result, 8, 4)
+    advance = next(one for one in programs if one.name.startswith("advance"))
+    compiled = advance.jitted.lower(*advance.args, **advance.kwargs).compile()
+    state = advance.args[1]
+    caches = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.own, state.prompt)))
     assert compiled.memory_analysis().alias_size_in_bytes >= caches
