@@ -4,7 +4,10 @@ A unit holds the keys of one prompt for the `c` lanes that sample from it side b
 first feeds the last token of its prompt, then every token it samples: the token of response position `i` comes from own column `i`,
 whenever and wherever the lane began. So a sample's arithmetic does not depend on its company.
 
-Left out on purpose: what runs where and when (`queue`), stop texts, and anything about hosts.
+Everything here is one data shard's business: its bank, its units, its lanes, its own number of steps. On several shards the engine
+runs these functions side by side; none of them knows of the others, so none waits.
+
+Left out on purpose: what runs where and when (`queue`), stop texts, and anything about hosts and meshes.
 """
 
 import math
@@ -48,8 +51,8 @@ class DecodeState:
 class Starts:
     """What begins in free lanes; host arrays.
 
-    Units: the first `count` numbers of `moves [U]` are units that receive row `rows [U]` of the bank and see `seen [U]` of its
-    columns (both arrays by unit). Lanes: those of `fresh [B]` begin sample number `samples [B]` of prompt `prompt_ids [B]` after
+    Units: the first `count [1]` numbers of `moves [U]` are units that receive row `rows [U]` of the bank and see `seen [U]` of its
+    columns (both arrays by unit). Units and rows are counted within the shard. Lanes: those of `fresh [B]` begin sample number `samples [B]` of prompt `prompt_ids [B]` after
     the token `last [B]`. `stream [3]` is the seed, the step and the purpose of the random numbers.
     """
 
@@ -69,7 +72,7 @@ class Window:
     """What one chunk sampled, for the host: lane `b` has `counts [B]` new tokens in the first columns of the `[B steps]` arrays.
 
     `done [B]`: ended in this chunk, `ended [B]`: by a stop id (else by the limit); `finite [B]` is False where logits were not
-    numbers; `steps` is how many decode steps ran.
+    numbers; `steps [1]` is how many decode steps ran.
     """
 
     tokens: Array
@@ -86,14 +89,27 @@ class Window:
 
 
 def _prefill_mixer(
-    q: Array, k: Array, v: Array, view: tuple[Array, Array], store: KV, layer: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    view: tuple[Array, Array],
+    store: KV,
+    layer: Array,
+    *,
+    keep: bool,
 ) -> tuple[Array, KV]:
-    """Attention inside each row that also keeps keys and values, zeros for padding; `view` is `(mask [P Tp Tp], real [P Tp])`."""
+    """Attention inside each row that also keeps keys and values, zeros for padding; `view` is `(mask [P Tp Tp], real [P Tp])`.
+
+    With `keep` a row without tokens leaves what the store has of it.
+    """
     mask, real = view
     k, v = (jnp.where(real[..., None, None], x, 0) for x in (k, v))
 
     def put(stack: Array, new: Array) -> Array:
         rows = jnp.swapaxes(new, 1, 2).astype(stack.dtype)
+        if keep:
+            old = jax.lax.dynamic_index_in_dim(stack, layer, axis=0, keepdims=False)
+            rows = jnp.where(real[:, 0, None, None, None], rows, old)
         return jax.lax.dynamic_update_index_in_dim(stack, rows, layer, axis=0)
 
     return ops.attend(q, k, v, mask), KV(put(store.k, k), put(store.v, v))
@@ -104,11 +120,15 @@ def prefill(
     params: Any,
     tokens: Array,
     lengths: Array,
+    kept: KV | None = None,
     *,
     dtype: Any,
     constrain: Constrain = transformer.unconstrained,
 ) -> KV:
-    """Keys and values `[L P K Tp H]` of the first `lengths [P]` tokens of each row of `tokens [P Tp]`."""
+    """Keys and values `[L P K Tp H]` of the first `lengths [P]` tokens of each row of `tokens [P Tp]`.
+
+    A row of length 0 is all zeros, or what it was in the bank `kept`.
+    """
     prompts, width = tokens.shape
     columns = jnp.broadcast_to(jnp.arange(width), tokens.shape)
     real = columns < lengths[:, None]
@@ -116,7 +136,8 @@ def prefill(
     mask = ops.attention_mask(columns, segments, columns, segments, config.sliding_window)
     _, kv = transformer.run(
         config, params, tokens, columns, real,
-        mixer=_prefill_mixer, view=(mask, real), store=caches.make_kv(config, prompts, width, dtype),
+        mixer=partial(_prefill_mixer, keep=kept is not None), view=(mask, real),
+        store=caches.make_kv(config, prompts, width, dtype) if kept is None else kept,
         compute_dtype=dtype, constrain=constrain,
     )  # fmt: skip
     return kv
@@ -124,19 +145,20 @@ def prefill(
 
 def insert(state: DecodeState, bank: KV, starts: Starts) -> DecodeState:
     """Copy prompts from the bank into units and begin samples in their lanes."""
+    count = starts.count[0]
 
     def move(index: Array, prompt: KV) -> KV:
         unit = starts.moves[index]
         return caches.copy_row(prompt, unit, bank, starts.rows[unit])
 
     units = jnp.arange(starts.moves.shape[0])
-    moved = jnp.any((starts.moves[None] == units[:, None]) & (units[None] < starts.count), axis=1)
+    moved = jnp.any((starts.moves[None] == units[:, None]) & (units[None] < count), axis=1)
     keys = row_keys(
         starts.stream[0], starts.stream[1], starts.stream[2], starts.prompt_ids, starts.samples
     )
     return replace(
         state,
-        prompt=jax.lax.fori_loop(0, starts.count, move, state.prompt),
+        prompt=jax.lax.fori_loop(0, count, move, state.prompt),
         seen=jnp.where(moved, starts.seen, state.seen),
         keys=jnp.where(starts.fresh, keys, state.keys),
         last=jnp.where(starts.fresh, starts.last, state.last),
@@ -263,8 +285,8 @@ def is_stop(tokens: Array, stop_ids: Array) -> Array:
 
 @struct.dataclass
 class Bounds:
-    """How far a chunk may go: `steps` decode steps; it ends when no more than `enough` lanes are active; a response has at most
-    `limit` tokens."""
+    """How far a chunk may go: `steps [1]` decode steps; it ends when no more than `enough [1]` lanes are active; a response has at
+    most `limit` tokens."""
 
     steps: Any
     enough: Any
@@ -292,8 +314,8 @@ def decode_chunk(
 
     def proceed(carry: tuple[DecodeState, Array, Window]) -> Array:
         _, active, out = carry
-        more = (out.steps < jnp.minimum(bounds.steps, window)) & jnp.all(out.finite)
-        return more & (jnp.sum(active) > bounds.enough)
+        more = (out.steps < jnp.minimum(bounds.steps[0], window)) & jnp.all(out.finite)
+        return more & (jnp.sum(active) > bounds.enough[0])
 
     def step(
         carry: tuple[DecodeState, Array, Window],
@@ -305,7 +327,9 @@ def decode_chunk(
             mixer=_decode_mixer, view=view, store=state.own,
             compute_dtype=dtype, constrain=constrain,
         )  # fmt: skip
-        logits = heads.logits(config, params, hidden[:, 0], compute_dtype=dtype)
+        # Whole on every device of a tensor group. Sampled in parts, a token would cost a dozen exchanges, among them shifts
+        # along the vocabulary, which wait for the devices of all shards.
+        logits = constrain(heads.logits(config, params, hidden[:, 0], compute_dtype=dtype), "BD")
         drawn = sample(logits, uniforms(state.keys, state.lengths), sampling)
         lengths = state.lengths + active
         ended = active & is_stop(drawn.tokens, stop_ids)
@@ -330,7 +354,7 @@ def decode_chunk(
         blank.astype(jnp.int32), blank, blank, nothing, no, no, ~no, jnp.zeros((), jnp.int32)
     )
     state, _, out = jax.lax.while_loop(proceed, step, (state, active, out))
-    return state, out
+    return state, replace(out, steps=out.steps[None])
 
 
 def _put_column(buffer: Array, values: Array, column: Array, active: Array) -> Array:

@@ -4,25 +4,27 @@ Each prompt is prefilled once, into a bank; its samples begin in whatever lanes 
 chunks the host keeps what was sampled, looks for stop texts, hands finished responses on, so that grading overlaps with
 decoding, and refills the lanes. What moves is the chunk's new tokens and a few numbers per lane.
 
-Left out on purpose: several processes, and parameters that change while a rollout runs.
+The mesh is this process's own. Its data shards run the same programs side by side (`shards`): no device waits for one of another
+shard, let alone of another process, before its part of a program is done.
+
+Left out on purpose: other processes, and parameters that change while a rollout runs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import ConfigError, DataError
 from jaxrl_llm.models import cache as caches
-from jaxrl_llm.models.cache import KV
 from jaxrl_llm.models.families import ModelConfig
 from jaxrl_llm.records import END_EOS, END_LENGTH, END_STOP, Prompt, Rollout
-from jaxrl_llm.rollout import decode, queue
+from jaxrl_llm.rollout import decode, queue, shards
 from jaxrl_llm.rollout.sampling import Sampling, filters
 
 OnFinished = Callable[[int, list[int]], None]
@@ -54,8 +56,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a rollout cost: response tokens over slots x decode steps, decode steps, prompt tokens read (all but the last of each
-    prompt, which its samples feed themselves), response tokens sampled (those behind a stop text included)."""
+    """What a rollout cost: response tokens over slots x decode steps (each shard its own), decode steps (those of the shard that
+    ran longest, chunk by chunk), prompt tokens read (all but the last of each prompt, which its samples feed themselves), response
+    tokens sampled (those behind a stop text included)."""
 
     slot_utilisation: float
     decode_steps: int
@@ -87,8 +90,15 @@ def make_engine(
             f"data.max_prompt_length + data.max_response_length = {prompt_length} + {response_length} = {needed} tokens, "
             f"but the model reads {config.max_position} positions; shorten one of them"
         )
-    how = {"dtype": dtype, "constrain": sharding.make_constrain(mesh)}
-    kv, state, window = _placements(config, mesh)
+    how = {"dtype": dtype, "constrain": shards.make_constrain(mesh)}
+    kv, state, window = shards.placements(config, mesh)
+    split = shards.SPLIT
+    each = partial(shards.each, mesh)
+
+    def begin(bank: Any, starts: decode.Starts, *, columns: int) -> decode.DecodeState:
+        one = partial(decode.begin, config, columns=columns, dtype=dtype)
+        return each(one, (split.kv, split.starts), split.state)(bank, starts)
+
     return Engine(
         config=config,
         mesh=mesh,
@@ -99,34 +109,36 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         prompt_width=prompt_length,
         response_length=response_length,
-        prefill=jax.jit(partial(decode.prefill, config, **how), out_shardings=kv),
-        begin=jax.jit(
-            partial(decode.begin, config, dtype=dtype),
-            static_argnames="columns",
+        prefill=jax.jit(
+            each(
+                partial(decode.prefill, config, **how),
+                (split.alike, split.rows, split.rows, split.kv),
+                split.kv,
+            ),
+            donate_argnums=3,
+            out_shardings=kv,
+        ),
+        begin=jax.jit(begin, static_argnames="columns", out_shardings=state),
+        insert=jax.jit(
+            each(decode.insert, (split.state, split.kv, split.starts), split.state),
+            donate_argnums=0,
             out_shardings=state,
         ),
-        insert=jax.jit(decode.insert, donate_argnames="state", out_shardings=state),
         advance=jax.jit(
-            partial(decode.decode_chunk, config, window=min(chunk, response_length), **how),
-            donate_argnames="state",
+            each(
+                partial(decode.decode_chunk, config, window=min(chunk, response_length), **how),
+                (split.alike, split.state, split.rows, split.alike, split.bounds, split.alike),
+                (split.state, split.window),
+            ),
+            donate_argnums=1,
             out_shardings=(state, window),
         ),
         grow=jax.jit(caches.grow, static_argnames="columns", out_shardings=kv),
-        narrow=jax.jit(decode.narrow, out_shardings=state),
+        narrow=jax.jit(
+            each(decode.narrow, (split.state, split.rows), split.state), out_shardings=state
+        ),
         rehearsed=set(),
     )
-
-
-def _placements(config: ModelConfig, mesh: Mesh) -> tuple[KV, decode.DecodeState, decode.Window]:
-    """Shardings of keys, state and window: fixed, or the second chunk would meet others than the first and compile anew."""
-    row, whole = sharding.rows(mesh), sharding.replicated(mesh)
-    shape = (config.num_layers, sharding.shards(mesh), config.num_kv_heads, 1, config.head_size)
-    one = NamedSharding(mesh, sharding.spec(mesh, "LBKSH", shape, sharding.ACTIVATION_AXES))
-    kv = KV(one, one)
-    names = {field.name: row for field in fields(decode.DecodeState)}
-    state = decode.DecodeState(**{**names, "prompt": kv, "own": kv})  # type: ignore[arg-type]
-    rows = {field.name: row for field in fields(decode.Window)}
-    return kv, state, decode.Window(**{**rows, "steps": whole})  # type: ignore[arg-type]
 
 
 def check_prompts(engine: Engine, prompts: Sequence[Prompt]) -> None:
@@ -166,6 +178,7 @@ class _Run:
     lengths: np.ndarray
     end_reason: np.ndarray
     bad: int = 0
+    finished: int = 0
     steps: int = 0
     slot_steps: int = 0
     prefilled: int = 0
@@ -204,8 +217,9 @@ def generate(
     rehearse = partial(_rehearse, engine, params, schedule.layout, stop_ids, sampling)
     while True:
         for fresh, units in schedule.fill():
-            if fresh is not None:
-                bank = engine.prefill(params, *_bank(run, fresh))
+            if fresh:
+                kept = bank if schedule.layout.shards > 1 else None
+                bank = engine.prefill(params, *_bank(run, fresh), kept)
             if state is None:
                 state = engine.begin(bank, start(units), columns=_columns(engine, 1))
                 rehearse(state, state.own.columns)
@@ -214,18 +228,14 @@ def generate(
         lanes = schedule.narrower()
         if lanes is not None:
             schedule.narrow(lanes)
-            state = engine.narrow(state, lanes)
-        longest = int(run.lengths[schedule.rows[schedule.active]].max())
-        if longest >= state.own.columns:
-            wide = _columns(engine, longest + 1)
+            state = engine.narrow(state, sharding.put_rows(engine.mesh, lanes))
+        longest = _longest(run)
+        if longest.max() >= state.own.columns:
+            wide = _columns(engine, int(longest.max()) + 1)
             rehearse(state, wide)
             state = state.replace(own=engine.grow(state.own, columns=wide))
-        bounds = decode.Bounds(
-            steps=np.int32(state.own.columns - longest),
-            enough=np.int32(schedule.enough()),
-            limit=np.int32(engine.response_length),
-        )
         active = sharding.put_rows(engine.mesh, schedule.active)
+        bounds = _bounds(run, state.own.columns - longest)
         state, window = engine.advance(params, state, active, stop_ids, bounds, sampling)
         finished = _collect(run, jax.device_get(window))
         if run.bad:
@@ -258,17 +268,37 @@ def _rehearse(
         return
     engine.rehearsed.add(shapes)
     for width in [width for width in queue.widths(layout) if width < lanes]:
-        fewer = engine.narrow(state, np.arange(width, dtype=np.int32))
+        parts = layout.shards
+        first = np.tile(np.arange(width // parts, dtype=np.int32), parts)
+        fewer = engine.narrow(state, sharding.put_rows(engine.mesh, first))
         if columns > fewer.own.columns:
             fewer = fewer.replace(own=engine.grow(fewer.own, columns=columns))
         _rehearse(engine, params, layout, stop_ids, sampling, fewer, columns)
         idle = sharding.put_rows(engine.mesh, np.zeros((width,), bool))
-        bounds = decode.Bounds(*(np.int32(0) for _ in range(3)))
+        none = sharding.put_rows(engine.mesh, np.zeros((parts,), np.int32))
+        bounds = decode.Bounds(none, none, np.int32(0))
         engine.advance(params, fewer, idle, stop_ids, bounds, sampling)
 
 
 def _columns(engine: Engine, needed: int) -> int:
     return queue.columns(needed, engine.response_length)
+
+
+def _longest(run: _Run) -> np.ndarray:
+    """Tokens of the longest response that runs in each shard, `[shards]`, 0 where none does."""
+    schedule = run.schedule
+    lengths = np.where(schedule.active, run.lengths[schedule.rows], 0)
+    longest: np.ndarray = schedule.by_shard(lengths).max(axis=1)
+    return longest
+
+
+def _bounds(run: _Run, room: np.ndarray) -> decode.Bounds:
+    """How far the next chunk goes, in shards whose longest lanes have `room` for so many tokens."""
+    patience = run.schedule.patience(run.finished, run.generated)
+    steps = room if patience is None else np.minimum(room, patience)
+    by_shard = (steps.astype(np.int32), run.schedule.enough())
+    steps, enough = sharding.put_rows(run.engine.mesh, by_shard)
+    return decode.Bounds(steps, enough, limit=np.int32(run.engine.response_length))
 
 
 def _open(engine: Engine, prompts: Sequence[Prompt], slots: int, n: int) -> _Run:
@@ -293,13 +323,13 @@ def _open(engine: Engine, prompts: Sequence[Prompt], slots: int, n: int) -> _Run
     )
 
 
-def _bank(run: _Run, prompts: range) -> tuple[Any, Any]:
-    """Tokens and lengths of a bank: all but the last token of each prompt, which its samples feed themselves."""
+def _bank(run: _Run, prompts: Sequence[int]) -> tuple[Any, Any]:
+    """Tokens and lengths of what enters the bank: all but the last token of each prompt, which its samples feed themselves."""
     bank = run.schedule.layout.bank
     tokens = np.zeros((bank, run.engine.prompt_width), np.int32)
     lengths = np.zeros((bank,), np.int32)
     for prompt in prompts:
-        row, ids = run.schedule.bank_row(prompt), run.prompts[prompt].ids[:-1]
+        row, ids = run.schedule.places[prompt], run.prompts[prompt].ids[:-1]
         tokens[row, : len(ids)], lengths[row] = ids, len(ids)
     run.prefilled += int(lengths.sum())
     placed = sharding.put_rows(run.engine.mesh, (tokens, lengths))
@@ -308,20 +338,27 @@ def _bank(run: _Run, prompts: range) -> tuple[Any, Any]:
 
 def _starts(run: _Run, stream: np.ndarray, units: Sequence[int]) -> decode.Starts:
     """What the schedule has just put into these units, as arrays for the device."""
-    layout, rows, n = run.schedule.layout, run.schedule.rows, run.schedule.n
-    moves = np.zeros((layout.units,), np.int32)
-    moves[: len(units)] = units
+    schedule, layout = run.schedule, run.schedule.layout
+    per_shard, rows = layout.units // layout.shards, schedule.rows
+    moves = np.zeros((layout.shards, per_shard), np.int32)
+    count = np.zeros((layout.shards,), np.int32)
     bank_rows, seen = np.zeros((2, layout.units), np.int32)
     fresh = np.zeros((layout.lanes,), bool)
     prompt_ids, samples, last = np.zeros((3, layout.lanes), np.int32)
     for unit in units:
+        shard = schedule.shard_of(unit)
+        moves[shard, count[shard]] = unit % per_shard
+        count[shard] += 1
         lanes = slice(unit * layout.share, (unit + 1) * layout.share)
-        number = int(rows[lanes][0]) // n
+        number = int(rows[lanes][0]) // schedule.n
         prompt = run.prompts[number]
-        bank_rows[unit], seen[unit] = run.schedule.bank_row(number), len(prompt.ids) - 1
-        fresh[lanes], samples[lanes] = True, rows[lanes] % n
+        bank_rows[unit] = schedule.places[number] % (layout.bank // layout.shards)
+        seen[unit] = len(prompt.ids) - 1
+        fresh[lanes], samples[lanes] = True, rows[lanes] % schedule.n
         prompt_ids[lanes], last[lanes] = prompt.prompt_id, prompt.ids[-1]
     by_row = {
+        "moves": moves.ravel(),
+        "count": count,
         "rows": bank_rows,
         "seen": seen,
         "fresh": fresh,
@@ -329,8 +366,7 @@ def _starts(run: _Run, stream: np.ndarray, units: Sequence[int]) -> decode.Start
         "samples": samples,
         "last": last,
     }
-    placed = sharding.put_rows(run.engine.mesh, by_row)
-    return decode.Starts(moves=moves, count=np.int32(len(units)), stream=stream, **placed)
+    return decode.Starts(stream=stream, **sharding.put_rows(run.engine.mesh, by_row))
 
 
 # What comes back from a chunk ----------------------------------------------------------------------------------------
@@ -340,8 +376,8 @@ def _collect(run: _Run, window: Any) -> list[int]:
     """Enter a chunk into the run; returns the rows that it finished, unless some logits were not finite (`run.bad`)."""
     schedule, engine = run.schedule, run.engine
     run.bad = int(np.sum(~window.finite & schedule.active))
-    run.steps += int(window.steps)
-    run.slot_steps += int(window.steps) * len(schedule.rows)
+    run.steps += int(window.steps.max())
+    run.slot_steps += int(window.steps.sum()) * len(schedule.rows) // len(window.steps)
     run.generated += int(window.counts.sum())
     over = window.done.copy()
     for lane in np.flatnonzero(schedule.active).tolist():
@@ -360,6 +396,7 @@ def _collect(run: _Run, window: Any) -> list[int]:
     if run.bad:
         return []
     finished = sorted(schedule.rows[over].tolist())
+    run.finished += len(finished)
     schedule.finish(over)
     return finished
 

@@ -55,7 +55,7 @@ def starts(units=4, share=1, only=None):
     fresh = np.isin(np.repeat(np.arange(units), share), chosen)
     return decode.Starts(
         moves=np.int32(chosen + [0] * (units - len(chosen))),
-        count=np.int32(len(chosen)),
+        count=np.int32([len(chosen)]),
         rows=np.arange(units, dtype=np.int32),
         seen=np.int32([len(prompt) - 1 for prompt in PROMPTS[:units]]),
         fresh=fresh,
@@ -67,7 +67,7 @@ def starts(units=4, share=1, only=None):
 
 
 def bounds(steps=RESPONSE, enough=0, limit=RESPONSE):
-    return decode.Bounds(np.int32(steps), np.int32(enough), np.int32(limit))
+    return decode.Bounds(np.int32([steps]), np.int32([enough]), np.int32(limit))
 
 
 def opened(params, share=1, columns=RESPONSE):
@@ -177,6 +177,17 @@ def test_a_sample_is_the_same_bits_alone_late_in_another_lane_and_behind_another
         tokens, scores, _, _ = decoded(params, state, active=here, sampling=PLAIN)
         np.testing.assert_array_equal(tokens[lane], free[2])
         np.testing.assert_array_equal(scores[lane], logprobs[2])
+
+
+def test_a_bank_in_use_keeps_the_rows_that_get_no_prompt(params):
+    tokens, lengths = padded(1)
+    old = prefill(params, tokens, lengths)
+    turned, fewer = tokens[::-1], np.int32([0, *lengths[1::-1], 0])
+    fresh, mixed = prefill(params, turned, fewer), prefill(params, turned, fewer, old)
+    for kept, new, before in zip(*map(jax.tree.leaves, (mixed, fresh, old)), strict=True):
+        np.testing.assert_array_equal(kept[:, 1:3], new[:, 1:3])
+        np.testing.assert_array_equal(kept[:, ::3], before[:, ::3])
+        assert not np.asarray(new)[:, ::3].any() and np.asarray(before)[:, 0].any()
 
 
 def test_growing_and_narrowing_change_no_sample(params):

@@ -82,10 +82,10 @@ def test_every_prompt_is_prefilled_once_whatever_the_group_and_the_slots(
 ):
     seen = []
 
-    def prefill(params, tokens, lengths):
+    def prefill(params, tokens, lengths, kept):
         rows = zip(np.asarray(tokens).tolist(), np.asarray(lengths).tolist(), strict=True)
         seen.extend(tuple(ids[:length]) for ids, length in rows if length)
-        return engine.prefill(params, tokens, lengths)
+        return engine.prefill(params, tokens, lengths, kept)
 
     _, stats = with_stats(replace(engine, prefill=prefill, **changes), params, n=n)
     assert sorted(seen) == sorted(ids[:-1] for ids in IDS if len(ids) > 1)
@@ -114,7 +114,7 @@ def test_uneven_responses_use_the_slots_as_the_scheduler_alone_predicts(params):
     result, stats = with_stats(engine, params, prompts=prompts, n=4, slots=None)
     lengths = result.response_lengths
     assert lengths.min() == 1 and lengths.max() > 15
-    slot_steps, _ = drive(make(32, 4, 16), lengths, chunk=8)
+    slot_steps, _, _ = drive(make(32, 4, 16), lengths, chunk=8)
     assert stats.generated_tokens == lengths.sum()
     assert stats.slot_utilisation == pytest.approx(lengths.sum() / slot_steps)
     assert stats.slot_utilisation > 0.8
@@ -122,12 +122,12 @@ def test_uneven_responses_use_the_slots_as_the_scheduler_alone_predicts(params):
 
 def test_slots_are_never_more_than_allowed_and_at_least_one_per_shard():
     """8 prompts of 2 on 4 data shards: 16 samples at once, or as many lanes of their own as fit."""
-    for allowed, lanes, share in (
-        (16, 16, 2), (None, 16, 2), (13, 12, 1), (8, 8, 1), (2, 4, 1), (100, 16, 2),
+    for allowed, lanes, share, bank in (
+        (16, 16, 2, 8), (None, 16, 2, 8), (13, 12, 1, 4), (8, 8, 1, 4), (2, 4, 1, 4), (100, 16, 2, 8),
     ):  # fmt: skip
         layout = queue.make_layout(8, 2, max_num_seqs=allowed, shards=4, prompt_width=8)
-        assert (layout.lanes, layout.share) == (lanes, share)
-        assert layout.units % 4 == 0 and layout.bank == 8
+        assert (layout.lanes, layout.share, layout.bank) == (lanes, share, bank)
+        assert layout.units % 4 == 0
 
 
 def test_few_slots_on_eight_devices(params, free):
