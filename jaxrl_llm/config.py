@@ -31,6 +31,7 @@ from jaxrl_llm.knobs import (
     AlgorithmKnobs,
     CriticKnobs,
     DataKnobs,
+    DistributedKnobs,
     MeshKnobs,
     ModelKnobs,
     RefKnobs,
@@ -58,6 +59,7 @@ class Config:
     mesh: MeshKnobs = field(default_factory=MeshKnobs)
     validation: ValidationKnobs = field(default_factory=ValidationKnobs)
     trainer: TrainerKnobs = field(default_factory=TrainerKnobs)
+    distributed: DistributedKnobs = field(default_factory=DistributedKnobs)
 
 
 FOREIGN_NAMES = {
@@ -79,6 +81,8 @@ FOREIGN_NAMES = {
     "log_prob_micro_batch_size_per_gpu": "rollout.log_prob_micro_batch_size_per_device",
     "kl_coef": "algorithm.kl_ctrl.kl_coef",
     "gae_lambda": "algorithm.lam",
+    "world_size": "distributed.num_processes",
+    "rank": "distributed.process_id",
 }
 """Names from other trainers, as hints in error texts; none of them is accepted."""
 
@@ -361,8 +365,8 @@ def resolve(config: Config, stem: str = "run") -> Config:
         c.critic,
         enable=_or(c.critic.enable, c.algorithm.adv_estimator in NEEDS_VALUES),
         path=_or(c.critic.path, c.model.path),
-        enable_gradient_checkpointing=_or(
-            c.critic.enable_gradient_checkpointing, c.model.enable_gradient_checkpointing
+        enable_gradient_checkpointing=_remat(
+            _or(c.critic.enable_gradient_checkpointing, c.model.enable_gradient_checkpointing)
         ),
         ppo_mini_batch_size=_or(c.critic.ppo_mini_batch_size, c.actor.ppo_mini_batch_size),
         ppo_micro_batch_size_per_device=_or(
@@ -378,7 +382,9 @@ def resolve(config: Config, stem: str = "run") -> Config:
     resolved = dataclasses.replace(
         c,
         model=dataclasses.replace(
-            c.model, tokenizer_path=_or(c.model.tokenizer_path, c.model.path)
+            c.model,
+            tokenizer_path=_or(c.model.tokenizer_path, c.model.path),
+            enable_gradient_checkpointing=_remat(c.model.enable_gradient_checkpointing),
         ),
         data=dataclasses.replace(
             c.data,
@@ -436,6 +442,11 @@ def _plain(stem: str) -> str:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _remat(value: Any) -> Any:
+    """verl's true and false as names of what is recomputed."""
+    return {True: "full", False: "none"}.get(value, value)
 
 
 def needs_reference(config: Config) -> bool:

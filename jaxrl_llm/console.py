@@ -105,6 +105,12 @@ def say(text: str, file: TextIO | None = None) -> None:
     stream.flush()
 
 
+def say_apart(process: int, text: str, file: TextIO | None = None) -> None:
+    """What another process than the first prints: warnings, with its number in front; the rest is process 0's to say."""
+    if text.lower().startswith("warning"):
+        say(f"process {process}: {text}", file)
+
+
 def completions_table(
     rows: Sequence[Mapping[str, Any]], *, title: str = "Samples", width: int = 120, limit: int = 400
 ) -> str:
@@ -172,7 +178,7 @@ def _table(
 class Progress:
     """Prints step lines with the time left; on a terminal under a bar, elsewhere as plain lines. A context manager.
 
-    The time left is the mean of the last 20 steps, without the first one, which compiles.
+    Another process than the first prints warnings only. The time left is the mean of the last 20 steps, without the first one, which compiles.
     """
 
     def __init__(
@@ -182,11 +188,13 @@ class Progress:
         *,
         file: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
+        process: int = 0,
     ):
+        self._process = process
         self._total, self._file, self._now = total, file or sys.stdout, now
         self._times: list[float] = [now()]
         self._bar: Any = None
-        if self._file.isatty():
+        if self._file.isatty() and not process:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
@@ -214,7 +222,7 @@ class Progress:
         del self._times[1:-21]
         left = self.eta(step)
         if self._bar is None:
-            say(step_line(step, self._total, row, eta=left), self._file)
+            self.say(step_line(step, self._total, row, eta=left))
             return
         self.say(step_line(step, self._total, row))
         text = f"eta {clock(left)}" if left is not None else ""
@@ -222,7 +230,9 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print any text (a table, an alarm) without disturbing the bar and without reading it as markup."""
-        if self._bar is None:
+        if self._process:
+            say_apart(self._process, text, self._file)
+        elif self._bar is None:
             say(text, self._file)
         else:
             self._bar.console.print(

@@ -1,7 +1,7 @@
 """Numbers of a step: reduce them, watch compilations, time and trace phases; the sinks they go to are those of `sinks`.
 
 Names follow verl where verl has the number. The reductions take host arrays of the whole batch, so a mean is over all
-processes' rows or tokens; `merge_rows` is for parts that were reduced apart.
+processes' rows or tokens; what lies spread over them is reduced in parts, `batch_part`, and joined by `join_batch`.
 
 Left out on purpose: means of means, histograms.
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +38,9 @@ __all__ = [
     "Phases",
     "Profiler",
     "Row",
+    "batch_part",
+    "join_batch",
     "memory",
-    "merge_rows",
     "open_sinks",
     "peak_rss_mb",
     "pick",
@@ -315,25 +317,6 @@ def speed(
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
-def merge_rows(rows: Sequence[Mapping[str, float]], weights: Sequence[float]) -> Row:
-    """One row from the rows of several processes or mini-batches: means weighted by tokens, `*/max` and `*/min` as such.
-
-    A metric that some rows lack is averaged over those that have it; rows of weight 0 never count (their mean is undefined).
-    """
-    merged: Row = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        pairs = [
-            (row[key], w) for row, w in zip(rows, weights, strict=True) if key in row and w > 0
-        ]
-        if pairs:
-            extreme = {"max": max, "min": min}.get(key.rpartition("/")[2])
-            total = sum(w for _, w in pairs)
-            merged[key] = (
-                extreme(v for v, _ in pairs) if extreme else sum(v * w for v, w in pairs) / total
-            )
-    return merged
-
-
 def _spread(name: str, values: np.ndarray) -> Row:
     """`name/mean|max|min` in float64; nothing for no values."""
     if values.size == 0:
@@ -403,7 +386,29 @@ def summarize_rollout(
     return row
 
 
-def summarize_batch(
+Moments = tuple[int, float, float, float, float]
+"""Count, mean, sum of squared deviations from it, maximum, minimum."""
+
+
+def _moments(values: np.ndarray) -> Moments:
+    values = values.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        mean = float(values.mean())
+        spread = float(np.square(values - mean).sum())
+        return values.size, mean, spread, float(values.max()), float(values.min())
+
+
+def _joined(parts: Sequence[Moments]) -> Moments:
+    """Moments of all values from those of parts (Chan, Golub and LeVeque, 1983)."""
+    if len(parts) == 1:
+        return parts[0]
+    counts, means, spreads, most, least = np.array(parts, np.float64).T
+    mean = float((counts * means).sum() / counts.sum())
+    spread = float(spreads.sum() + (counts * np.square(means - mean)).sum())
+    return int(counts.sum()), mean, spread, float(most.max()), float(least.min())
+
+
+def batch_part(
     *,
     mask: Array,
     advantages: Array,
@@ -413,14 +418,8 @@ def summarize_batch(
     old_logprobs: Array | None = None,
     sampler_logprobs: Array | None = None,
     valid: Array | None = None,
-) -> Row:
-    """What the update is about to see, over trained tokens (`mask [B T]`) of valid rows (`valid [B]`); all others `[B T]`.
-
-    `critic/advantages|returns|values/mean|max|min`, `critic/advantages/std` (ddof 0), `critic/rewards/...` per row: the sum of
-    its token rewards, after the KL penalty. `critic/vf_explained_var = 1 - var(returns - values) / (var(returns) + 1e-5)`.
-    `rollout/logprob_gap/mean|max` of `|old - sampler|`. NaN in a trained token shows as NaN; without a trained token the row
-    is empty.
-    """
+) -> dict[str, Moments]:
+    """What `summarize_batch` has to know of some rows of a batch (its arguments); nothing without a trained token."""
     trained = np.asarray(mask).astype(bool)
     if valid is not None:
         trained = trained & np.asarray(valid, bool)[:, None]
@@ -430,22 +429,50 @@ def summarize_batch(
     def tokens(array: Array) -> np.ndarray:
         return np.asarray(array)[trained].astype(np.float64)
 
-    row = _spread("critic/advantages", tokens(advantages))
+    part = {"critic/advantages": tokens(advantages)}
     with np.errstate(invalid="ignore"):
-        row["critic/advantages/std"] = float(tokens(advantages).std())
         if token_rewards is not None:
             per_row = np.where(trained, np.asarray(token_rewards, np.float64), 0.0).sum(1)
-            row |= _spread("critic/rewards", per_row[trained.any(1)])
+            part["critic/rewards"] = per_row[trained.any(1)]
         if returns is not None:
-            row |= _spread("critic/returns", tokens(returns))
+            part["critic/returns"] = tokens(returns)
         if values is not None:
-            row |= _spread("critic/values", tokens(values))
+            part["critic/values"] = tokens(values)
         if returns is not None and values is not None:
-            error = (tokens(returns) - tokens(values)).var()
-            row["critic/vf_explained_var"] = float(1.0 - error / (tokens(returns).var() + 1e-5))
+            part["error"] = tokens(returns) - tokens(values)
         if old_logprobs is not None and sampler_logprobs is not None:
-            gap = _spread(
-                "rollout/logprob_gap", np.abs(tokens(old_logprobs) - tokens(sampler_logprobs))
-            )
-            row |= {key: value for key, value in gap.items() if not key.endswith("/min")}
+            part["rollout/logprob_gap"] = np.abs(tokens(old_logprobs) - tokens(sampler_logprobs))
+    return {name: _moments(array) for name, array in part.items()}
+
+
+def join_batch(parts: Sequence[Mapping[str, Moments]]) -> Row:
+    """The row of a batch from the `batch_part` of each process; parts without a trained token count nothing."""
+    found = [part for part in parts if part]
+    if not found:
+        return {}
+    row: Row = {}
+    whole = {name: _joined([part[name] for part in found]) for name in found[0]}
+    with np.errstate(invalid="ignore"):
+        for name, (count, mean, spread, most, least) in whole.items():
+            if name == "error":
+                returns = whole["critic/returns"]
+                share = spread / count / (returns[2] / returns[0] + 1e-5)
+                row["critic/vf_explained_var"] = 1.0 - share
+                continue
+            row |= {f"{name}/mean": mean, f"{name}/max": most}
+            if name != "rollout/logprob_gap":
+                row[f"{name}/min"] = least
+            if name == "critic/advantages":
+                row[f"{name}/std"] = float(np.sqrt(spread / count))
     return row
+
+
+def summarize_batch(**arrays: Any) -> Row:
+    """What the update is about to see, over trained tokens (`mask [B T]`) of valid rows (`valid [B]`); all others `[B T]`.
+
+    `critic/advantages|returns|values/mean|max|min`, `critic/advantages/std` (ddof 0), `critic/rewards/...` per row: the sum of
+    its token rewards, after the KL penalty. `critic/vf_explained_var = 1 - var(returns - values) / (var(returns) + 1e-5)`.
+    `rollout/logprob_gap/mean|max` of `|old - sampler|`. NaN in a trained token shows as NaN; without a trained token the row
+    is empty. Arguments as of `batch_part`.
+    """
+    return join_batch([batch_part(**arrays)])

@@ -14,8 +14,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -60,7 +61,8 @@ class Elsewhere(RunError):
         return str(self)
 
 
-def _client() -> Any:
+def client() -> Any:
+    """The coordination service as this process reaches it; `None` where it has joined no others."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -80,16 +82,16 @@ def gather(tag: str, value: Any, limit_seconds: float = LIMIT_SECONDS) -> list[A
     text = json.dumps(value)
     if count == 1:
         return [json.loads(text)]
-    client, folder = _client(), f"{ROOT}/{tag}"
+    store, folder = client(), f"{ROOT}/{tag}"
     deadline = time.monotonic() + limit_seconds
     try:
-        client.key_value_set(f"{folder}/{me}", text)
+        store.key_value_set(f"{folder}/{me}", text)
         while True:
-            found = _entries(client, folder)
+            found = entries(store, folder)
             missing = [process for process in range(count) if process not in found]
             if not missing:
                 return [found[process] for process in range(count)]
-            problems = _entries(client, PROBLEMS)
+            problems = entries(store, PROBLEMS)
             if me in problems:
                 deadline = min(deadline, time.monotonic() + CLOSING_SECONDS)
             elif problems:
@@ -97,7 +99,7 @@ def gather(tag: str, value: Any, limit_seconds: float = LIMIT_SECONDS) -> list[A
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Missing(_waited(tag, me, count, limit_seconds, missing))
-            _wait(client, f"{folder}/{missing[0]}", min(left, LOOK_SECONDS))
+            _wait(store, f"{folder}/{missing[0]}", min(left, LOOK_SECONDS))
     except jax.errors.JaxRuntimeError as problem:
         raise Missing(
             f"{tag}: process {me} of {count} lost the coordinator, process 0 ({_first_line(problem)}); start the run again: it "
@@ -105,16 +107,16 @@ def gather(tag: str, value: Any, limit_seconds: float = LIMIT_SECONDS) -> list[A
         ) from problem
 
 
-def _entries(client: Any, folder: str) -> dict[int, Any]:
+def entries(store: Any, folder: str) -> dict[int, Any]:
     """What stands in a folder of the store, by process."""
-    found = client.key_value_dir_get(folder)
+    found = store.key_value_dir_get(folder)
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
 
-def _wait(client: Any, key: str, seconds: float) -> None:
+def _wait(store: Any, key: str, seconds: float) -> None:
     """Wait for a key, or for some seconds."""
     try:
-        client.blocking_key_value_get(key, max(1, int(1000 * seconds)))
+        store.blocking_key_value_get(key, max(1, int(1000 * seconds)))
     except jax.errors.JaxRuntimeError as problem:
         if "DEADLINE_EXCEEDED" not in str(problem):
             raise
@@ -142,11 +144,37 @@ def any_of(tag: str, flag: bool) -> bool:
     return any(gather(tag, bool(flag)))
 
 
+@dataclass
+class Pulse:
+    """How far this process has come: places that every process passes in the same order, and signs of life in between."""
+
+    passed: int = 0
+    beats: int = 0
+    place: str = "the start"
+
+    def at(self, place: str) -> None:
+        """A place that all processes pass."""
+        self.place = place
+        self.passed += 1
+
+    def beat(self) -> None:
+        """A sign of life on the way to the next place."""
+        self.beats += 1
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A phase that all processes go through."""
+        self.at(name)
+        yield
+        self.at(f"the end of {name}")
+
+
 class Meetings:
     """The meeting points of the host loop, numbered: every process comes to the same ones in the same order, from one thread."""
 
     def __init__(self, limit_seconds: float = LIMIT_SECONDS) -> None:
         self.limit_seconds = limit_seconds
+        self.pulse = Pulse()
         self._number, self._before = 0, ""
 
     def gather(self, name: str, value: Any) -> list[Any]:
@@ -155,10 +183,12 @@ class Meetings:
             return gather(name, value)
         tag = f"loop/{self._number:09d} {name}"
         self._number += 1
+        self.pulse.at(f"the meeting {name!r}")
         values = gather(tag, value, self.limit_seconds)
+        self.pulse.at(f"the end of the meeting {name!r}")
         if self._before:
             with suppress(jax.errors.JaxRuntimeError):
-                _client().key_value_delete(f"{ROOT}/{self._before}/{jax.process_index()}")
+                client().key_value_delete(f"{ROOT}/{self._before}/{jax.process_index()}")
         self._before = tag
         return values
 
@@ -236,7 +266,7 @@ def post_stop() -> None:
     """Tell the others that a signal asks this run to stop; they see it in `stop_posted`."""
     if jax.process_count() > 1:
         with suppress(jax.errors.JaxRuntimeError):
-            _client().key_value_set(f"{STOPS}/{jax.process_index()}", "1", allow_overwrite=True)
+            client().key_value_set(f"{STOPS}/{jax.process_index()}", "1", allow_overwrite=True)
 
 
 def stop_posted() -> bool:
@@ -244,14 +274,14 @@ def stop_posted() -> bool:
     if jax.process_count() == 1:
         return False
     with suppress(jax.errors.JaxRuntimeError):
-        return bool(_entries(_client(), STOPS))
+        return bool(entries(client(), STOPS))
     return False
 
 
 def tell(problem: BaseException) -> None:
     """Post a problem, so that no process waits in vain for this one; the first one stands."""
-    client = _client()
-    if client is None:
+    store = client()
+    if store is None:
         return
     known = isinstance(problem, RunError)
     said = {
@@ -261,7 +291,7 @@ def tell(problem: BaseException) -> None:
         "known": known,
     }
     with suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{PROBLEMS}/{_number()}", json.dumps(said))
+        store.key_value_set(f"{PROBLEMS}/{_number()}", json.dumps(said))
 
 
 def _number() -> int:
@@ -294,12 +324,12 @@ def end_together(action: Callable[[], T]) -> T:
     try:
         return action()
     except Exception as problem:
-        client = _client()
-        if client is None or _count() == 1:
+        store = client()
+        if store is None or _count() == 1:
             raise
         tell(problem)
         try:
-            problems = _everybody(client)
+            problems = _everybody(store)
         except jax.errors.JaxRuntimeError:
             problems = {}
         me = _number()
@@ -319,16 +349,16 @@ def end_together(action: Callable[[], T]) -> T:
         raise together from None
 
 
-def _everybody(client: Any) -> dict[int, Any]:
+def _everybody(store: Any) -> dict[int, Any]:
     """The problems of all processes, or of those that posted one within `CLOSING_SECONDS`."""
     deadline = time.monotonic() + CLOSING_SECONDS
     while True:
-        problems = _entries(client, PROBLEMS)
+        problems = entries(store, PROBLEMS)
         missing = [process for process in range(_count()) if process not in problems]
         left = deadline - time.monotonic()
         if not missing or left <= 0:
             return problems
-        _wait(client, f"{PROBLEMS}/{missing[0]}", min(left, LOOK_SECONDS))
+        _wait(store, f"{PROBLEMS}/{missing[0]}", min(left, LOOK_SECONDS))
 
 
 def _count() -> int:

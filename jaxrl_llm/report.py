@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm import flops, hardware, metrics
@@ -12,6 +11,7 @@ from jaxrl_llm.config import needs_reference
 from jaxrl_llm.console import completions_table
 from jaxrl_llm.knobs import RewardKnobs
 from jaxrl_llm.networks import critic_plan
+from jaxrl_llm.processes import Meetings, own_rows
 from jaxrl_llm.records import Batch, Prompt, Rollout
 from jaxrl_llm.rewards.grader import Grade, summarize
 from jaxrl_llm.rollout.engine import Stats
@@ -73,19 +73,25 @@ def speed_row(parts: Parts, rollout: Rollout, times: Row, step: int) -> Row:
     )
 
 
-def batch_row(batch: Batch) -> Row:
-    """Advantages, rewards after KL, returns and values of a batch, and the sampler/trainer log-prob gap."""
-    host = jax.device_get(batch)
-    return metrics.summarize_batch(
-        mask=host.mask,
-        advantages=host.advantages,
-        returns=host.returns,
-        values=host.values,
-        token_rewards=host.token_rewards,
-        old_logprobs=host.old_logprobs,
-        sampler_logprobs=host.sampler_logprobs,
-        valid=host.valid,
+def batch_row(batch: Batch, meet: Meetings) -> Row:
+    """Advantages, rewards after KL, returns and values of the batch of all processes, and the sampler/trainer log-prob gap.
+
+    Each process reduces the rows it holds, and the reduced parts meet.
+    """
+    names = (
+        "mask",
+        "advantages",
+        "returns",
+        "values",
+        "token_rewards",
+        "old_logprobs",
+        "sampler_logprobs",
+        "valid",
     )
+    arrays = {name: getattr(batch, name) for name in names}
+    there = {name: array for name, array in arrays.items() if array is not None}
+    own: dict[str, Any] = own_rows(there, "mask")
+    return metrics.join_batch(meet.gather("batch", metrics.batch_part(**own)))
 
 
 ACTOR_NAMES = {
@@ -143,19 +149,19 @@ def tokens(rollout: Rollout, n: int) -> int:
 
 
 def samples(
-    prompts: Sequence[Prompt], texts: Sequence[str], scores: np.ndarray, n: int, count: int
+    prompts: Sequence[Prompt], texts: Sequence[str], scores: np.ndarray, n: int
 ) -> list[dict[str, Any]]:
-    """The first sample of the first `count` groups, for the completions file and the console."""
+    """The first sample of the first groups, for the completions file and the console; `texts` has one for each of them."""
     return [
         {
             "split": "train",
             "row_id": prompt.row_id,
             "prompt": prompt.text,
-            "response": texts[index * n],
+            "response": text,
             "answer": prompt.answer,
             "score": float(scores[index * n]),
         }
-        for index, prompt in enumerate(prompts[:count])
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=False))
     ]
 
 

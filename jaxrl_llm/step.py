@@ -5,8 +5,8 @@
 Left out on purpose: what happens around steps (checkpoints, files, the end of a run); see `trainer`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import assembly, evaluation, fault, metrics, packing, report, runtime, sharding
+from jaxrl_llm import evaluation, exchange, fault, metrics, packing, report, runtime, sharding
 from jaxrl_llm.assembly import Parts
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.config import needs_reference
@@ -22,6 +22,7 @@ from jaxrl_llm.console import Progress
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.layouts import pack_all
 from jaxrl_llm.packing import Layout, Packed
+from jaxrl_llm.processes import Meetings
 from jaxrl_llm.records import Batch, Prompt, Rollout, TrainState
 from jaxrl_llm.rewards.grader import Grade, Grader, Sample, broken_batch
 from jaxrl_llm.rollout import sampling
@@ -53,25 +54,34 @@ class Run:
     failure_told: bool = False
     """Whether the first failure of a reward function has been printed."""
 
+    @property
+    def meet(self) -> Meetings:
+        """Where the processes of the run meet."""
+        return self.signals.meet
+
 
 @dataclass(frozen=True)
 class Graded:
-    """A finished rollout with its texts and grades, row by row."""
+    """A finished rollout of all processes with its grades, row by row; no grades where logits were not finite."""
 
     rollout: Rollout
-    texts: list[str]
     grades: list[Grade]
     stats: Stats
+
+    def texts(self, parts: Parts, rows: Sequence[int]) -> list[str]:
+        """The responses of some rows."""
+        ids, lengths = self.rollout.response_tokens, self.rollout.response_lengths
+        return [parts.tokenizer.decode(ids[row, : lengths[row]].tolist()) for row in rows]
 
 
 def train_step(parts: Parts, run: Run, state: TrainState, step: int) -> tuple[TrainState, Row]:
     """One step: sample, grade, score, advantages, update. Returns the new state and the row of metrics.
 
     A signal before the update abandons the step (`StopRequested`) and leaves the state as it was. A batch with non-finite
-    logits or without a valid reward is thrown away: a bad step that moves no parameter and no moment.
+    logits or without a valid reward is thrown away: a bad step that moves no parameter and no moment. Every process decides alike,
+    on what all have told.
     """
     run.phases.reset()
-    run.signals.poll()
     run.samples = []
     with run.phases("step"):
         state, row, learned = _attempt(parts, run, state, step)
@@ -85,7 +95,7 @@ def _attempt(
 ) -> tuple[TrainState, Row, Rollout | None]:
     """The new state, the row so far, and the rollout it learned from: `None` where it was thrown away before the update."""
     config, phases = parts.config, run.phases
-    prompts = [parts.train.prompts[index] for index in parts.stream.next()]
+    prompts = _draw(parts, run)
     fault.point("after_data", step)
     graded = sample(parts, run, state, prompts, step, "train")
     if graded.rollout.bad:
@@ -94,23 +104,33 @@ def _attempt(
     _tell_first_failure(run, graded.grades)
     scores = np.array([grade.score for grade in graded.grades], np.float64)
     row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
-    row |= report.engine_row(
-        graded.stats, phases.row().get("timing_s/gen", 0.0), parts.rollout_mesh.size
-    )
-    count = max(config.trainer.log_completions_count, EXAMPLES)
-    run.samples = report.samples(prompts, graded.texts, scores, config.rollout.n, count)
+    row |= report.engine_row(graded.stats, phases.row().get("timing_s/gen", 0.0), parts.mesh.size)
+    count = min(max(config.trainer.log_completions_count, EXAMPLES), len(prompts))
+    shown = graded.texts(parts, range(0, count * config.rollout.n, config.rollout.n))
+    run.samples = report.samples(prompts, shown, scores, config.rollout.n)
     if not np.isfinite(scores).any():
         return state, row, None
     batch, packs, packed_as = _score(parts, run, state, graded.rollout, scores, step)
     row |= packed_as
     with phases("adv"):
         batch, algorithm, numbers = parts.prepare(batch, state.algorithm)
-        row |= {name: float(value) for name, value in numbers.items()} | report.batch_row(batch)
+        row |= {name: float(value) for name, value in numbers.items()}
+        row |= report.batch_row(batch, run.meet)
     fault.point("after_advantage", step)
-    run.signals.poll()
+    run.signals.agree("before the update")
     fault.point("before_update", step)
     state, numbers = _update(parts, run, replace(state, algorithm=algorithm), batch, packs, step)
     return state, row | numbers, graded.rollout
+
+
+def _draw(parts: Parts, run: Run) -> list[Prompt]:
+    """The prompts of the next global batch, in its order: each process draws its own share and tells the others."""
+    run.signals.agree("before the step")
+    indices = run.meet.gather("prompts", parts.stream.next().tolist())
+    drawn = [index for share in indices for index in share]
+    if len(set(drawn)) < len(drawn):
+        raise RuntimeError("processes drew the same prompts; the data streams have come apart")
+    return [parts.train.prompts[index] for index in drawn]
 
 
 def _score(
@@ -135,9 +155,8 @@ def _score(
         run.signals.poll()
     if needs_reference(config):
         with phases("ref"):
-            reference = assembly.reference_on_device(parts)
-            frozen = parts.score(reference, packs[layouts.reference], temperature).logprobs
-            batch = replace(batch, ref_logprobs=jax.block_until_ready(frozen))
+            frozen = parts.score_reference(parts.frozen, packs[layouts.reference], temperature)
+            batch = replace(batch, ref_logprobs=jax.block_until_ready(frozen.logprobs))
         run.signals.poll()
     if state.critic is not None and parts.values is not None:
         with phases("values"):
@@ -178,22 +197,70 @@ def sample(
 ) -> Graded:
     """Sample responses (`train`, `greedy` or `validate`), grading each from the moment it ends.
 
-    With non-finite logits nothing is graded: `rollout.bad` is set and the grades are empty.
+    Each process works on its share of `prompts` on its own devices; then all have the rollout and the grades of all. With non-finite
+    logits on some process nothing is graded: `rollout.bad` is set and the grades are empty. Raises `StopRequested` on every process
+    where a signal came to one.
     """
+    rollout, grades, stats, stopped = _sample_share(
+        parts, run, state, exchange.share(prompts), step, kind
+    )
+    with _timed(run, kind)("exchange"):
+        return _joined(run, prompts, rollout, grades, stats, stopped)
+
+
+def _timed(run: Run, kind: str) -> Callable[[str], AbstractContextManager[None]]:
+    """The clocks of a step; sampling for a validation is timed as a whole, elsewhere."""
+    return run.phases if kind == "train" else lambda name: nullcontext()
+
+
+def _joined(
+    run: Run,
+    prompts: Sequence[Prompt],
+    rollout: Rollout | None,
+    grades: list[Grade],
+    stats: Stats | None,
+    stopped: bool,
+) -> Graded:
+    """What all processes have sampled and graded, on each of them; waits for the slowest."""
+    failures = [grade.failure for grade in grades if grade.failure]
+    told = run.meet.gather(
+        "rollout",
+        {
+            "stopped": stopped or run.signals.requested,
+            "bad": rollout.bad if rollout else 0,
+            "failure": failures[0] if failures else None,
+            "stats": vars(stats) if stats else {},
+        },
+    )
+    if any(said["stopped"] for said in told) or rollout is None:
+        raise runtime.StopRequested
+    costs = exchange.all_stats([Stats(**said["stats"]) for said in told])
+    bad = sum(said["bad"] for said in told)
+    if bad:
+        return Graded(replace(rollout, bad=bad), [], costs)
+    heard = [said["failure"] for said in told]
+    rollout, grades = exchange.all_rows(rollout, grades, run.grader.names, heard, len(prompts))
+    return Graded(rollout, grades, costs)
+
+
+def _sample_share(
+    parts: Parts, run: Run, state: TrainState, prompts: Sequence[Prompt], step: int, kind: str
+) -> tuple[Rollout | None, list[Grade], Stats | None, bool]:
+    """This process's rollout, grades and costs, and whether a signal cut it short."""
     n = {"train": parts.config.rollout.n, "greedy": 1, "validate": parts.config.validation.n}[kind]
     batch_size = (
         parts.config.data.train_batch_size if kind == "train" else parts.config.data.val_batch_size
     )
-    keys, texts = {}, {}
+    keys = {}
 
     def hand_over(index: int, ids: list[int]) -> None:
-        keys[index], texts[index] = next(run.keys), parts.tokenizer.decode(ids)
+        keys[index] = next(run.keys)
         prompt = prompts[index // n]
         run.grader.submit(
             keys[index],
             Sample(
                 prompt=prompt.text,
-                response=texts[index],
+                response=parts.tokenizer.decode(ids),
                 answer=prompt.answer,
                 data_source=prompt.data_source,
                 extra_info=prompt.extra_info,
@@ -203,30 +270,34 @@ def sample(
 
     def between_chunks() -> None:
         fault.point("in_rollout" if kind == "train" else "in_eval", step)
-        run.signals.poll()
+        run.signals.poll_apart()
 
-    timed = run.phases if kind == "train" else lambda name: nullcontext()
-    with timed("gen"):
-        rollout, stats = generate(
-            parts.engine,
-            assembly.rollout_params(parts, state.actor.trainable),
-            prompts,
-            n=n,
-            sampling=_sampling(parts, kind),
-            seed=parts.config.trainer.seed or 0,
-            step=step,
-            purpose=sampling.TRAIN if kind == "train" else sampling.VALIDATE,
-            slots=batch_size,
-            on_finished=hand_over,
-            poll=between_chunks,
-        )
-    with timed("reward"):
-        if kind == "train":
-            fault.point("in_reward", step)
-        run.signals.poll()
-        grades = run.grader.collect(keys.values())
-    rows = range(0 if rollout.bad else len(prompts) * n)
-    return Graded(rollout, [texts[row] for row in rows], [grades[keys[row]] for row in rows], stats)
+    timed = _timed(run, kind)
+    try:
+        with timed("gen"):
+            rollout, stats = generate(
+                parts.engine,
+                parts.handover(state.actor.trainable),
+                prompts,
+                n=n,
+                sampling=_sampling(parts, kind),
+                seed=parts.config.trainer.seed or 0,
+                step=step,
+                purpose=sampling.TRAIN if kind == "train" else sampling.VALIDATE,
+                slots=exchange.share_size(batch_size or len(prompts)),
+                on_finished=hand_over,
+                poll=between_chunks,
+            )
+        with timed("reward"):
+            if kind == "train":
+                fault.point("in_reward", step)
+            run.signals.poll_apart()
+            grades = run.grader.collect(keys.values())
+    except runtime.StopRequested:
+        return None, [], None, True
+    if rollout.bad:
+        return rollout, [], stats, False
+    return rollout, [grades[keys[row]] for row in range(len(prompts) * n)], stats, False
 
 
 def _sampling(parts: Parts, kind: str) -> sampling.Sampling:
@@ -251,7 +322,7 @@ def validate(parts: Parts, run: Run, state: TrainState, step: int) -> Row:
                 f"validation at step {step}: {result.rollout.bad} responses had non-finite logits; the weights are broken: "
                 "go back to an earlier checkpoint with trainer.resume_from_path"
             )
-        return result.rollout, result.grades, result.texts
+        return result.rollout, result.grades, result.texts(parts, range(len(result.grades)))
 
     row, samples = evaluation.evaluate(
         parts.val.prompts,
@@ -302,11 +373,12 @@ def _count(parts: Parts, state: TrainState, step: int, *, bad: bool, skipped: in
 
 def scalar(parts: Parts, value: int) -> jax.Array:
     """A host count as it lies in the state: int32, replicated."""
-    return jax.device_put(np.int32(value), sharding.replicated(parts.mesh))
+    return sharding.put(np.int32(value), sharding.replicated(parts.mesh))
 
 
 def _common(parts: Parts, run: Run, state: TrainState, step: int, learned: Rollout | None) -> Row:
-    """What every row holds: progress, counts of bad steps, times, speed, compilations, memory."""
+    """What every row holds: progress, counts of bad steps, times, speed, compilations, memory. The last four are this process's, so
+    those of process 0 in the log; `timing_s/exchange` holds its waiting for slower rollouts."""
     times = run.phases.row()
     seconds = times["timing_s/step"]
     tokens = report.tokens(learned, parts.config.rollout.n) if learned else 0

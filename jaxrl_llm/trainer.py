@@ -7,13 +7,24 @@ resume would miss: the data position and the row of a step whose validation was 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm import assembly, diagnostics, fault, metrics, networks, report, runtime
+from jaxrl_llm import (
+    assembly,
+    diagnostics,
+    fault,
+    joining,
+    metrics,
+    networks,
+    processes,
+    report,
+    runtime,
+)
 from jaxrl_llm.assembly import Parts
 from jaxrl_llm.checkpoint import Checkpointer, CheckpointError, check_space
 from jaxrl_llm.checks import notices
@@ -21,78 +32,110 @@ from jaxrl_llm.config import Config, to_dict
 from jaxrl_llm.console import Progress, say
 from jaxrl_llm.errors import EXIT_OK, ConfigError, DataError, Interrupted, TrainingStopped
 from jaxrl_llm.plots import draw
+from jaxrl_llm.processes import Meetings
 from jaxrl_llm.records import TrainState
 from jaxrl_llm.rewards.grader import make_grader
 from jaxrl_llm.step import Run, train_step, validate
+from jaxrl_llm.watchdog import Watchdog
 
 Row = dict[str, Any]
+Say = Callable[[str], None]
 
 
-def train(config: Config) -> int:
-    """Run a resolved configuration to its end; returns the exit code 0 or raises a `RunError`."""
-    runtime.start_process(config)
-    with runtime.run_folder(config) as folder, runtime.Signals() as signals:
-        saver = Checkpointer(
-            folder / "checkpoints",
-            keep=config.trainer.max_ckpt_to_keep,
-            on_damage=config.trainer.on_damaged_checkpoint,
-            log=say,
+def train(config: Config, *, drawn_seed: bool = False) -> int:
+    """Run a resolved configuration to its end; returns the exit code 0 or raises a `RunError`.
+
+    With `drawn_seed` the seeds stand in no setting: processes of one run then take those of process 0.
+    """
+    joining.join(config.distributed, say)
+    return processes.end_together(lambda: _train(config, drawn_seed))
+
+
+def _train(config: Config, drawn_seed: bool) -> int:
+    meet = processes.Meetings(config.distributed.wait_timeout)
+    with runtime.Signals(meet) as signals:
+        config = runtime.start_process(config, meet, drawn_seed=drawn_seed)
+        speak = runtime.voice()
+        with runtime.run_folder(config) as folder:
+            _train_in(config, folder, signals, speak)
+            meet.gather("end", None)
+    return EXIT_OK
+
+
+def _train_in(config: Config, folder: Path, signals: runtime.Signals, speak: Say) -> None:
+    """Everything that happens while the run folder is held."""
+    meet, lead = signals.meet, jax.process_index() == 0
+    saver = Checkpointer(
+        folder / "checkpoints",
+        keep=config.trainer.max_ckpt_to_keep,
+        on_damage=config.trainer.on_damaged_checkpoint,
+        log=speak,
+    )
+    config = _continue_config(config, folder, meet, speak)
+    for line in notices(config):
+        speak(line)
+    parts = assembly.build(config, speak)
+    runtime.compare_processes(meet, parts.fingerprint)
+    state, manifest = _first_or_restored(parts, saver, folder, meet, speak)
+    start = int(state.step)
+    if start >= parts.total_steps and not manifest.get("pending"):
+        speak(
+            f"this run is finished: step {start} of {parts.total_steps} is saved in {folder}. To go on: a larger "
+            "trainer.total_training_steps (or total_epochs), another trainer.run_dir, or resume_mode=disable there"
         )
-        config = _continue_config(config, folder)
-        for line in notices(config):
-            say(line)
-        parts = assembly.build(config, say)
-        state, manifest = _first_or_restored(parts, saver, folder)
-        start = int(state.step)
-        if start >= parts.total_steps and not manifest.get("pending"):
-            say(
-                f"this run is finished: step {start} of {parts.total_steps} is saved in {folder}. To go on: a larger "
-                "trainer.total_training_steps (or total_epochs), another trainer.run_dir, or resume_mode=disable there"
-            )
-            return EXIT_OK
+        return
+    if lead:
         runtime.write_config(folder, parts.config)
         metrics.truncate(folder, start - 1 if manifest.get("pending") else start if start else -1)
-        with (
-            make_grader(config.reward) as grader,
-            metrics.open_sinks(
-                folder,
-                config.trainer.logger,
-                project=config.trainer.project_name,
-                experiment=config.trainer.experiment_name or "",
-                config=to_dict(config),
-                log=say,
-            ) as log,
-            Progress(parts.total_steps, start) as progress,
-        ):
-            grader.prestart()
-            compilations = metrics.CompileCounter()
-            run = Run(
-                folder=folder,
-                signals=signals,
-                grader=grader,
-                keys=itertools.count(),
-                log=log,
-                progress=progress,
-                saver=saver,
-                phases=metrics.Phases(around=compilations.phase),
-                compilations=compilations,
-                history=[row for row in metrics.read_rows(folder) if row["step"] > 0],
-            )
-            for name, old in manifest.get("rewards", {}).items():
-                if old != grader.digests.get(name):
-                    say(f"reward function {name}: its file has changed since step {start}")
-            _loop(parts, run, state, manifest)
-        fault.point("at_exit", parts.total_steps)
+    with (
+        make_grader(config.reward) as grader,
+        metrics.open_sinks(
+            folder,
+            config.trainer.logger,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name or "",
+            config=to_dict(config),
+            log=speak,
+            process_index=jax.process_index(),
+        ) as log,
+        Progress(parts.total_steps, start, process=jax.process_index()) as progress,
+    ):
+        grader.prestart()
+        compilations = metrics.CompileCounter()
+
+        @contextmanager
+        def around(name: str) -> Iterator[None]:
+            with compilations.phase(name), meet.pulse.within(name):
+                yield
+
+        run = Run(
+            folder=folder,
+            signals=signals,
+            grader=grader,
+            keys=itertools.count(),
+            log=log,
+            progress=progress,
+            saver=saver,
+            phases=metrics.Phases(around=around),
+            compilations=compilations,
+            history=[row for row in metrics.read_rows(folder) if row["step"] > 0] if lead else [],
+        )
+        for name, old in manifest.get("rewards", {}).items():
+            if old != grader.digests.get(name):
+                speak(f"reward function {name}: its file has changed since step {start}")
+        with Watchdog(meet.pulse, config.distributed.watchdog_seconds) as watchdog:
+            _loop(parts, run, state, manifest, watchdog)
+    fault.point("at_exit", parts.total_steps)
+    if lead:
         _finish(folder)
-    return EXIT_OK
 
 
 # Start and resume ----------------------------------------------------------------------------------------------------
 
 
-def _continue_config(config: Config, folder: Path) -> Config:
+def _continue_config(config: Config, folder: Path, meet: Meetings, speak: Say) -> Config:
     """Hold the settings against those the folder was made with; a folder of another run is refused."""
-    saved = runtime.read_config(folder)
+    saved = runtime.saved_config(folder, meet)
     if saved is None:
         return config
     if config.trainer.resume_mode == "disable":
@@ -100,11 +143,13 @@ def _continue_config(config: Config, folder: Path) -> Config:
             f"trainer.resume_mode = disable, but {folder} holds a run; choose another trainer.run_dir or move the folder away"
         )
     config = runtime.adopt(saved, config)
-    runtime.compare(saved, config, say)
+    runtime.compare(saved, config, speak)
     return config
 
 
-def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple[TrainState, Row]:
+def _first_or_restored(
+    parts: Parts, saver: Checkpointer, folder: Path, meet: Meetings, speak: Say
+) -> tuple[TrainState, Row]:
     """The newest verified checkpoint, or the state before the first step.
 
     A path leads elsewhere only until this folder has a checkpoint of its own, so that the same command continues; a path
@@ -113,7 +158,7 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
     knobs = parts.config.trainer
     restored = None
     source = Path(knobs.resume_from_path or "").expanduser().absolute()
-    begun = saver.steps() and source.parent != saver.directory
+    begun = meet.first("begun", lambda: bool(saver.steps()) and source.parent != saver.directory)
     if knobs.resume_mode == "auto" or (knobs.resume_mode == "path" and begun):
         restored = saver.restore(networks.abstract_state(parts))
     elif knobs.resume_mode == "path":
@@ -121,7 +166,7 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
             raise ConfigError(
                 f"trainer.resume_from_path: got {source}, need the folder of a checkpoint step (…/checkpoints/00000020)"
             )
-        elsewhere = Checkpointer(source.parent, keep=None, on_damage="stop", log=say)
+        elsewhere = Checkpointer(source.parent, keep=None, on_damage="stop", log=speak)
         restored = elsewhere.restore(networks.abstract_state(parts), step=int(source.name))
         if restored is None:
             raise DataError(
@@ -132,7 +177,7 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
         bytes_needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         if problem := check_space(folder / "checkpoints", bytes_needed, knobs.max_ckpt_to_keep):
             raise ConfigError(problem)
-        say("starting at step 0: no checkpoint in the run folder yet")
+        speak("starting at step 0: no checkpoint in the run folder yet")
         return state, {}
     step, state, manifest = restored
     wrong = [
@@ -143,24 +188,26 @@ def _first_or_restored(parts: Parts, saver: Checkpointer, folder: Path) -> tuple
     if wrong:
         raise ConfigError(wrong)
     parts.stream.restore(manifest["stream"])
-    say(f"resuming after step {step}")
+    speak(f"resuming after step {step}")
     return state, manifest
 
 
 # The loop --------------------------------------------------------------------------------------------------------------
 
 
-def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
+def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row, watchdog: Watchdog) -> None:
     knobs = parts.config.trainer
     stream, pending = parts.stream.state(), None
     saved_step = int(state.step) if manifest else None
     blocked = 0.0
-    traced = metrics.Profiler(run.folder / "profile", knobs.profile_steps, run.progress.say)
-    never = [step for step in knobs.profile_steps if not 0 < step <= parts.total_steps]
+    profiled = knobs.profile_steps if jax.process_index() == 0 else ()
+    traced = metrics.Profiler(run.folder / "profile", profiled, run.progress.say)
+    never = [step for step in profiled if not 0 < step <= parts.total_steps]
     if never:
         say(f"trainer.profile_steps: {never} are no steps of this run (1 to {parts.total_steps})")
 
     def save(pending: Row | None = None) -> None:
+        open_step = pending and {"row": pending, "samples": run.samples}
         run.saver.save(
             int(state.step),
             state,
@@ -168,7 +215,7 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
                 "stream": stream,
                 "fingerprint": parts.fingerprint,
                 "rewards": run.grader.digests,
-                "pending": pending and {"row": pending, "samples": run.samples},
+                "pending": run.meet.first("pending", lambda: open_step) if pending else None,
             },
         )
 
@@ -192,6 +239,7 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
             stream, pending = parts.stream.state(), row
             _close_step(parts, run, state, step, row)
             pending = None
+            watchdog.finished()
             fault.point("after_update", step)
             if _failed(run, run.saver.check):
                 saved_step = None
@@ -208,8 +256,10 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row) -> None:
         run.saver.wait()
         kept = f"step {reached} of {parts.total_steps} is saved" if reached else "no step is done"
         raise Interrupted(f"stopped by a signal; {kept}, the same command continues") from None
-    except Exception:
-        _failed(run, run.saver.wait)
+    except Exception as problem:
+        for text in run.saver.settle():
+            run.progress.say(text)
+        processes.tell(problem)
         raise
 
 
@@ -235,9 +285,10 @@ def _close_step(parts: Parts, run: Run, state: TrainState, step: int, row: Row) 
     control = parts.config.algorithm.kl_ctrl
     target = control.target_kl if control.type == "adaptive" else None
     texts = [sample["response"] for sample in run.samples]
-    for alarm in diagnostics.news(row, run.history, target_kl=target, examples=texts):
-        run.progress.say(str(alarm))
-    run.history.append(row)
+    if jax.process_index() == 0:
+        for alarm in diagnostics.news(row, run.history, target_kl=target, examples=texts):
+            run.progress.say(str(alarm))
+        run.history.append(row)
     if int(state.counters.bad_in_a_row) >= knobs.max_bad_steps:
         raise TrainingStopped(
             f"{int(state.counters.bad_in_a_row)} bad steps in a row (non-finite loss, gradient, logits, or no valid reward), the "
@@ -288,20 +339,29 @@ def _finish(folder: Path) -> None:
 # Other uses of a run's parts -------------------------------------------------------------------------------------------
 
 
-def evaluate(config: Config) -> int:
+def evaluate(config: Config, *, drawn_seed: bool = False) -> int:
     """Print held-out metrics of the newest checkpoint of the run folder, or of the first weights; writes nothing there."""
     if not config.data.val_files:
         raise ConfigError("data.val_files: got an empty list, need held-out prompts to evaluate on")
-    runtime.start_process(config)
+    joining.join(config.distributed, say)
+    return processes.end_together(lambda: _evaluate(config, drawn_seed))
+
+
+def _evaluate(config: Config, drawn_seed: bool) -> int:
+    meet = processes.Meetings(config.distributed.wait_timeout)
+    config = runtime.start_process(config, meet, drawn_seed=drawn_seed)
+    speak = runtime.voice()
     folder = Path(config.trainer.run_dir or "")
-    parts = assembly.build(config, say)
-    saver = Checkpointer(folder / "checkpoints", keep=None, log=say)
-    restored = saver.restore(networks.abstract_state(parts)) if folder.is_dir() else None
+    parts = assembly.build(config, speak)
+    runtime.compare_processes(meet, parts.fingerprint)
+    saver = Checkpointer(folder / "checkpoints", keep=None, log=speak)
+    there = meet.first("folder", folder.is_dir)
+    restored = saver.restore(networks.abstract_state(parts)) if there else None
     state = restored[1] if restored else networks.first_state(parts)
     with (
-        runtime.Signals() as signals,
+        runtime.Signals(meet) as signals,
         make_grader(config.reward) as grader,
-        Progress(1) as progress,
+        Progress(1, process=jax.process_index()) as progress,
     ):
         run = Run(
             folder=folder,
@@ -319,9 +379,9 @@ def evaluate(config: Config) -> int:
             row = validate(parts, run, state, int(state.step))
         except runtime.StopRequested:
             raise Interrupted("stopped by a signal; nothing was written") from None
-    say(f"weights of step {int(state.step)} ({'checkpoint' if restored else config.model.path})")
+    speak(f"weights of step {int(state.step)} ({'checkpoint' if restored else config.model.path})")
     for name, value in row.items():
-        say(f"{name} {value:.4f}")
+        speak(f"{name} {value:.4f}")
     return EXIT_OK
 
 

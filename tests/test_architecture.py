@@ -47,32 +47,39 @@ TABLE: dict[str, str] = {
     # arrays in, arrays out
     "algorithms": "errors knobs masking records algorithms",
     "models": "errors models",
-    "sharding": "checks",
+    "sharding": "errors checks",
     "packing": "errors records models",
     "flops": "models",
     "hardware": "",
     "rollout": f"{FLOOR} models packing sharding rollout",
     "optimizer": "knobs records sharding",
     "scoring": f"{FLOOR} models packing sharding",
-    "learner": f"{FLOOR} algorithms models packing optimizer scoring",
+    "learner": f"{FLOOR} algorithms models packing optimizer scoring sharding",
     # happenings, one by one
     "sinks": "errors",
     "console": "sinks",
     "plots": "sinks",
     "diagnostics": "sinks",
     "metrics": "errors records sinks",
-    "checkpoint": "errors fault checkpoint",
+    "checkpoint": "errors fault processes checkpoint",
     "evaluation": "records rewards",
+    # processes of one run
+    "processes": "errors",
+    "roll_call": "errors",
+    "joining": "errors knobs roll_call",
+    "watchdog": "errors processes",
+    "exchange": "processes records rewards rollout",
     # the loop and what it is made of
-    "runtime": "errors config checks checkpoint",
+    "runtime": "errors knobs config checks console checkpoint processes",
     "networks": f"{FLOOR} config checks paths tokenizer models scoring sharding optimizer learner",
     "layouts": "config learner networks packing records rollout scoring sharding",
-    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer learner models sharding rollout layouts scoring "
-    "checkpoint networks",
-    "report": f"{FLOOR} assembly config flops hardware metrics networks console rewards rollout",
-    "step": f"{FLOOR} config assembly checkpoint console evaluation fault metrics layouts packing report rewards rollout runtime sharding",
-    "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault metrics models plots report "
-    "rewards runtime sharding step",
+    "programs": f"{FLOOR} config checks networks layouts learner models rollout scoring sharding",
+    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models sharding checkpoint networks programs",
+    "report": f"{FLOOR} assembly config flops hardware metrics networks console processes rewards rollout",
+    "step": f"{FLOOR} config assembly checkpoint console evaluation exchange fault metrics layouts packing processes report rewards rollout "
+    "runtime sharding",
+    "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault joining metrics models plots "
+    "processes report rewards runtime sharding step watchdog",
     # the front
     "commands": "errors config checks cli presets summary commands trainer",
     "main": "commands",

@@ -11,6 +11,7 @@ from jaxrl_llm.console import (
     clock,
     completions_table,
     say,
+    say_apart,
     start_table,
     step_line,
     visible,
@@ -130,6 +131,16 @@ def test_time_left_follows_the_last_twenty_steps():
     for step in range(1, 52):
         progress.step(step, {})
     assert progress.eta(51) == pytest.approx(49.0)
+
+
+def test_another_process_prints_warnings_alone_with_its_number():
+    out = io.StringIO()
+    with Progress(9, process=2, file=out) as progress:
+        progress.step(1, {"timing_s/step": 1.0})
+        progress.say("held-out at step 1")
+        progress.say("Warning: recompiled\nat step 1")
+    say_apart(3, "warning: x", out)
+    assert out.getvalue() == "process 2: Warning: recompiled\nat step 1\nprocess 3: warning: x\n"
 
 
 class Terminal(io.StringIO):

@@ -130,7 +130,7 @@ def called(kind):
         pass
 
     def probe(settings):
-        of = parts(settings)
+        of = replace(parts(settings), handover=lambda params: params)
         asked = {}
 
         def generate(engine, params, prompts, **options):
@@ -380,6 +380,15 @@ PROOFS: dict[str, str | Probe] = {
     "trainer.nnodes": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",
     "trainer.n_devices_per_node": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",
     "trainer.compilation_cache_dir": "tests/test_runtime.py::test_the_compilation_cache_is_switched_on",
+    "distributed.enable": "tests/test_joining.py::test_off_is_one_process_whatever_there_is",
+    "distributed.coordinator_address": "tests/test_joining.py::test_settings_are_enough_and_no_cluster_is_asked",
+    "distributed.num_processes": "tests/test_joining.py::test_settings_are_enough_and_no_cluster_is_asked",
+    "distributed.process_id": "tests/test_joining.py::test_settings_are_enough_and_no_cluster_is_asked",
+    "distributed.local_device_ids": "tests/test_joining.py::test_settings_are_enough_and_no_cluster_is_asked",
+    "distributed.initialization_timeout": "tests/test_joining.py::test_what_jax_is_told",
+    "distributed.heartbeat_timeout": "tests/test_joining.py::test_what_jax_is_told",
+    "distributed.watchdog_seconds": "tests/test_several.py::test_a_process_that_stands_still_is_named_and_ends_both",
+    "distributed.wait_timeout": "tests/test_trainer.py::test_processes_wait_for_each_other_as_long_as_is_set",
 }
 OPTIM = {
     "lr": Probe(None, 0.125),

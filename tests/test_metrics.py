@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import subprocess
@@ -14,8 +15,9 @@ from jaxrl_llm.metrics import (
     CompileCounter,
     Phases,
     Profiler,
+    batch_part,
+    join_batch,
     memory,
-    merge_rows,
     peak_rss_mb,
     speed,
     summarize_batch,
@@ -284,15 +286,40 @@ def test_throughput_by_hand():
     assert "perf/throughput" not in throughput(1000, 0.0, 5)
 
 
-def test_parts_are_merged_by_weight_not_as_a_mean_of_means():
-    rows = [
-        {"kl": 1.0, "x/max": 3.0, "x/min": 1.0},
-        {"kl": 0.0, "x/max": 2.0, "x/min": -1.0, "only": 4.0},
+def test_parts_count_by_their_tokens_not_as_a_mean_of_means():
+    """10 tokens of advantage 1 and 990 of 0: 0.01, not 0.5."""
+    few = batch_part(mask=np.ones((1, 10)), advantages=np.ones((1, 10)))
+    many = batch_part(mask=np.ones((1, 990)), advantages=np.zeros((1, 990)))
+    row = join_batch([few, many])
+    assert row["critic/advantages/mean"] == pytest.approx(0.01, rel=1e-12)
+    assert row["critic/advantages/std"] == pytest.approx(math.sqrt(0.01 * 0.99), rel=1e-12)
+    assert (row["critic/advantages/max"], row["critic/advantages/min"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 2], [2, 4], [0, 5], [1, 2, 3, 4, 5]])
+def test_a_batch_in_parts_is_the_batch(cuts):
+    """However rows are cut; a part may be empty or hold no trained token (row 2)."""
+    random = np.random.default_rng(3)
+    arrays = {name: random.normal(5.0, 1.0, (6, 7)) for name in ("advantages", "returns", "values", "token_rewards", "old_logprobs", "sampler_logprobs")}  # fmt: skip
+    arrays["mask"] = random.random((6, 7)) < 0.6
+    arrays["mask"][2] = False
+    arrays["valid"] = np.array([1, 1, 1, 0, 1, 1], bool)
+    whole = summarize_batch(**arrays)
+    parts = [
+        batch_part(**{name: array[low:high] for name, array in arrays.items()})
+        for low, high in itertools.pairwise([0, *cuts, 6])
     ]
-    merged = merge_rows(rows, [10, 990])
-    assert merged == {"kl": pytest.approx(0.01), "x/max": 3.0, "x/min": -1.0, "only": 4.0}
-    assert merge_rows([{"kl": math.nan}, {"kl": 2.0}], [0, 3]) == {"kl": 2.0}
-    assert merge_rows([{"kl": math.nan}], [0]) == {}
+    joined = join_batch(json.loads(json.dumps(parts)))
+    assert joined.keys() == whole.keys()
+    assert joined == {name: pytest.approx(value, rel=1e-12) for name, value in whole.items()}
+
+
+def test_nan_in_one_part_shows_and_parts_without_tokens_do_not_count():
+    bad = batch_part(mask=np.ones((1, 2)), advantages=np.array([[np.nan, 1.0]]))
+    good = batch_part(mask=np.ones((1, 2)), advantages=np.ones((1, 2)))
+    assert all(math.isnan(value) for value in join_batch([good, bad]).values())
+    assert join_batch([{}, good]) == join_batch([good])
+    assert join_batch([{}, {}]) == {}
 
 
 def rollout(scores, **changes):

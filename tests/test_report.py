@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm import report
 from jaxrl_llm.knobs import RewardKnobs
+from jaxrl_llm.processes import Meetings
 from jaxrl_llm.records import END_EOS, END_LENGTH, Batch, Prompt, Rollout
 from jaxrl_llm.rewards.grader import Grade
 
@@ -86,7 +87,8 @@ def test_the_row_of_a_batch_reads_trained_tokens_of_valid_rows_only():
             advantages=np.array([[1.0, 2.0], [3.0, np.nan], [np.nan, np.nan]]),
             returns=np.array([[1.0, 1.0], [4.0, np.nan], [np.nan, np.nan]]),
             token_rewards=np.array([[0.5, 0.5], [0.0, np.nan], [np.nan, np.nan]]),
-        )
+        ),
+        Meetings(),
     )
     assert row["critic/advantages/mean"] == 2.0 and row["critic/advantages/max"] == 3.0
     assert row["critic/returns/mean"] == 2.0 and row["critic/rewards/mean"] == 0.5
@@ -133,14 +135,14 @@ def test_the_row_of_a_critic_update():
 
 
 def test_samples_are_the_first_of_the_first_groups():
-    texts = ["a", "b", "c\x1b[2J", "d"]
-    shown = report.samples([prompt(1), prompt(2)], texts, np.array([0.0, 1.0, np.nan, 1.0]), 2, 4)
+    texts = ["a", "c\x1b[2J"]
+    shown = report.samples([prompt(1), prompt(2)], texts, np.array([0.0, 1.0, np.nan, 1.0]), 2)
     assert [(row["row_id"], row["response"], row["answer"]) for row in shown] == [
         ("sums:1", "a", "2"),
         ("sums:2", "c\x1b[2J", "3"),
     ]
     assert shown[0]["score"] == 0.0 and np.isnan(shown[1]["score"])
-    assert len(report.samples([prompt(1), prompt(2)], texts, np.zeros(4), 2, 1)) == 1
+    assert len(report.samples([prompt(1), prompt(2)], texts[:1], np.zeros(4), 2)) == 1
     table = report.table(shown, 7)
     assert "Samples of step 7" in table and "\x1b" not in table and "\\x1b" in table
 

@@ -1,18 +1,22 @@
 """What surrounds a run: signals, the device count, the compilation cache, the saved configuration, the folder."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import pytest
 
 from jaxrl_llm import runtime
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, override_all
 from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.knobs import DistributedKnobs
+from jaxrl_llm.processes import Meetings, Pulse
 from tests import rig
 
 
@@ -95,6 +99,149 @@ def test_the_compilation_cache_is_switched_on(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     runtime.start_process(with_trainer(config, compilation_cache_dir="~/xla"))
     assert updates["jax_compilation_cache_dir"] == str(tmp_path / "xla")
+
+
+# Several processes ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_compares_itself_with_nobody():
+    config = rig.settings({})
+    assert runtime.start_process(config, drawn_seed=True) == config
+    assert runtime.facts(config)["devices of a process"] == 8
+    runtime.compare_processes(Meetings(), {"train": "abc"})
+
+
+def everyone(*changes, devices=4, **shared):
+    """The facts of one process per change, on a host each unless the change names one."""
+    base = {"devices of a process": devices, **shared}
+    return [base | {"host": f"host{number}"} | change for number, change in enumerate(changes)]
+
+
+def test_what_differs_between_processes_is_named():
+    facts = everyone(
+        {"actor.optim.lr": 1.0}, {"actor.optim.lr": 1.0}, {"actor.optim.lr": 2.0, "x": 1}
+    )
+    first, second = runtime.differences(facts)
+    assert first.startswith(
+        "actor.optim.lr: process 2 has 2.0, process 0 has 1.0, need the same on all 3"
+    )
+    assert second.startswith("x: process 2 has 1, process 0 has None")
+    assert runtime.differences(facts[:2]) == [], "hosts may differ"
+    many = everyone({}, {f"s{number}": 1 for number in range(30)})
+    assert runtime.differences(many)[-1] == "and 10 more differences"
+
+
+def test_what_is_compared_leaves_out_where_a_process_stands(monkeypatch):
+    config = rig.settings({"distributed.process_id": 1, "trainer.compilation_cache_dir": "/here"})
+    other = rig.settings({"distributed.process_id": 0, "trainer.compilation_cache_dir": "/there"})
+    assert runtime.facts(config) == runtime.facts(other)
+    assert runtime.facts(config)["data.train_batch_size"] == 8
+    assert runtime.facts(config)["version of jax"] == jax.__version__
+    monkeypatch.setattr(runtime.jax, "process_count", lambda: 2)
+    assert len(runtime.facts(config)["program text of jaxrl_llm"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "said"),
+    [
+        ({}, everyone({}, {}), None),
+        ({"mesh.tensor": 4}, everyone({}, {}), None),
+        (
+            {"mesh.tensor": 8},
+            everyone({}, {}),
+            r"tensor 8 = 8 devices, but each of the 2 processes has 4",
+        ),
+        (
+            {"mesh.tensor": 2, "mesh.context": 4},
+            everyone({}, {}),
+            r"context 4 x tensor 2 = 8 devices",
+        ),
+        ({"mesh.tensor": 3}, everyone({}, {}, {}, devices=4), r"need a divisor of 4"),
+        (
+            {"rollout.tensor_model_parallel_size": 8},
+            everyone({}, {}),
+            r"does not divide the 4 devices of a",
+        ),
+        ({}, everyone({}, {}, {}), r"8 prompts do not divide over 3 processes.* set it to 6 or 9"),
+        ({"trainer.nnodes": 2}, everyone({}, {}), None),
+        (
+            {"trainer.nnodes": 2},
+            everyone({}),
+            r"nnodes = 2, but the processes run on 1 hosts \(host0\)",
+        ),
+        ({"trainer.nnodes": 2}, everyone({"host": "a"}, {"host": "a"}), r"run on 1 hosts \(a\)"),
+        ({"trainer.n_devices_per_node": 8}, everyone({"host": "a"}, {"host": "a"}), None),
+        (
+            {"trainer.n_devices_per_node": 8},
+            everyone({}, {}),
+            r"host host0 has 4 devices in this run; set it to 4",
+        ),
+    ],
+)
+def test_what_the_division_into_processes_forbids(settings, processes, said):
+    config = override_all(
+        rig.settings({}), [(name, str(value)) for name, value in settings.items()]
+    )[0]
+    problems = runtime.misfits(config, processes)
+    assert (problems == []) if said is None else re.search(said, "\n".join(problems))
+
+
+def test_a_pod_slice_that_is_not_joined_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(
+        ConfigError, match=r"one of 4 processes of a TPU pod slice, but they are not joined"
+    ):
+        runtime.start_process(rig.settings({"distributed.enable": "off"}))
+
+
+def test_seeds_are_those_of_process_0(monkeypatch):
+    """A drawn seed is taken from process 0; a given one is left alone, and compared."""
+    meet = SimpleNamespace(first=lambda name, make: [77, 78], gather=lambda name, value: [value])
+    config = rig.settings({})
+    taken = runtime.start_process(config, meet, drawn_seed=True)
+    assert (taken.trainer.seed, taken.data.seed) == (77, 78)
+    assert runtime.start_process(config, meet) == config
+
+
+def test_only_process_0_prints_what_is_no_warning(monkeypatch, capsys):
+    runtime.voice()("hello")
+    monkeypatch.setattr(jax, "process_index", lambda: 3)
+    speak = runtime.voice()
+    speak("hello again")
+    speak("warning: little memory")
+    assert capsys.readouterr().out == "hello\nprocess 3: warning: little memory\n"
+
+
+def test_with_several_processes_only_an_agreed_poll_stops(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    posted = []
+    monkeypatch.setattr(runtime.processes, "post_stop", lambda: posted.append(1))
+    monkeypatch.setattr(runtime.processes, "stop_posted", lambda: bool(posted))
+    told = SimpleNamespace(gather=lambda name, value: [value, False], pulse=Pulse())
+    signals, other = runtime.Signals(told), runtime.Signals(told)
+    other.poll_apart()
+    signals.requested = True
+    signals.poll()
+    with pytest.raises(runtime.StopRequested):
+        signals.poll_apart()
+    with pytest.raises(runtime.StopRequested):
+        signals.agree("here")
+    other.agree("here")
+    other.poll_apart()
+    other._looked = 0.0
+    with pytest.raises(runtime.StopRequested):
+        other.poll_apart()
+
+
+def test_where_a_process_stands_is_not_saved(tmp_path):
+    config = rig.settings({"distributed.process_id": 1, "distributed.coordinator_address": "a:1"})
+    runtime.write_config(tmp_path, config)
+    saved = runtime.read_config(tmp_path)
+    assert saved == replace(config, distributed=DistributedKnobs())
+    assert runtime.saved_config(tmp_path, Meetings()) == saved
+    said: list[str] = []
+    runtime.compare(saved, config, said.append)
+    assert said == []
 
 
 # Saved configuration -------------------------------------------------------------------------------------------------------

@@ -216,7 +216,8 @@ def test_a_failed_save_is_said_at_once_and_a_failed_last_save_is_an_error(tmp_pa
     )
     assert done.returncode == EXIT_INTERNAL, done.stdout
     assert "Checkpoint not saved" in done.stdout
-    assert done.stdout.index("checkpoint of step 2: got") < done.stdout.index("step 4/6")
+    told = done.stdout.index("checkpoint of step 2: got")
+    assert told < done.stdout.index("step 6/6"), "the save of step 4 has waited for its end"
     assert rig.steps(tmp_path / "run") == []
     assert len(rig.rows(tmp_path / "run")) == 7
 
@@ -493,3 +494,16 @@ def test_chosen_steps_are_traced_and_late_compilations_are_named(tmp_path, capfd
     assert "trainer.profile_steps: [9] are no steps of this run (1 to 4)" in out
     [line] = [line for line in out.splitlines() if "recompiled" in line and "of_two_shapes" in line]
     assert " at step 4 (" in line and "float32[5] instead of float32[3]; lengths" in line
+
+
+def test_processes_wait_for_each_other_as_long_as_is_set(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def meetings(seconds):
+        raise Asked(seconds)
+
+    monkeypatch.setattr(trainer.processes, "Meetings", meetings)
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(Asked, match=r"^77$"):
+            run(rig.settings({"distributed.wait_timeout": 77}))

@@ -12,8 +12,8 @@ def run(words: list[str], prog: str) -> int:
 def _evaluate(words: list[str], prog: str) -> int:
     if cli.wants_help(words, prog):
         return 0
-    config = cli.read_config(words, prog)
+    config, drawn = cli.read_run(words, prog)
     quiet_libraries()
     from jaxrl_llm import trainer
 
-    return trainer.evaluate(config)
+    return trainer.evaluate(config, drawn_seed=drawn)

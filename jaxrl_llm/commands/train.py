@@ -22,11 +22,11 @@ def run(words: list[str], prog: str) -> int:
 def _train(words: list[str], prog: str) -> int:
     if cli.wants_help(words, prog):
         return 0
-    config = cli.read_config(words, prog)
+    config, drawn = cli.read_run(words, prog)
     quiet_libraries()
     from jaxrl_llm import trainer
 
-    return trainer.train(config)
+    return trainer.train(config, drawn_seed=drawn)
 
 
 def quiet_libraries() -> None:

@@ -11,6 +11,7 @@ from jaxrl_llm.knobs.actor import ActorKnobs
 from jaxrl_llm.knobs.algorithm import AlgorithmKnobs, KLControlKnobs
 from jaxrl_llm.knobs.critic import CriticKnobs
 from jaxrl_llm.knobs.data import DataKnobs
+from jaxrl_llm.knobs.distributed import DistributedKnobs
 from jaxrl_llm.knobs.mesh import MeshKnobs
 from jaxrl_llm.knobs.model import ModelKnobs
 from jaxrl_llm.knobs.optim import OptimKnobs
@@ -25,6 +26,7 @@ __all__ = [
     "AlgorithmKnobs",
     "CriticKnobs",
     "DataKnobs",
+    "DistributedKnobs",
     "KLControlKnobs",
     "MeshKnobs",
     "ModelKnobs",

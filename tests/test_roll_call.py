@@ -1,0 +1,140 @@
+"""The roll call over loopback, every process a thread: all come, one does not, two say the same number, strangers call."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxrl_llm import roll_call
+from jaxrl_llm.errors import ConfigError
+from tests.loopback import free_port
+
+
+def call(numbers, count, seconds=20.0, port=None, counts=None):
+    """What each process gets: `None`, or the text of its refusal; `counts` are what single ones believe."""
+    address = f"127.0.0.1:{port or free_port()}"
+    results = {}
+
+    def one(place, number):
+        try:
+            roll_call.meet(address, number, (counts or {}).get(number, count), seconds)
+            results[place] = None
+        except ConfigError as problem:
+            results[place] = str(problem)
+
+    threads = [threading.Thread(target=one, args=pair) for pair in enumerate(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[place] for place in range(len(numbers))]
+
+
+def test_all_come_in_any_order():
+    assert call([2, 0, 3, 1], 4) == [None] * 4
+
+
+def test_one_process_calls_nobody():
+    assert call([0], 1) == [None]
+
+
+def test_who_does_not_come_is_named_to_all_who_did():
+    begun = time.monotonic()
+    texts = call([0, 1, 3], 5, seconds=1.0)
+    assert time.monotonic() - begun < 10
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(
+        "distributed: 3 of 5 processes came within 1 s, need all; process 2, 4 did not"
+    )
+
+
+def test_nobody_calls():
+    (text,) = call([1], 2, seconds=0.5)
+    assert "process 1 of 2 could not reach process 0 at 127.0.0.1:" in text
+    assert "within 0 s" in text or "within 1 s" in text
+    assert "refused" in text
+
+
+def test_two_processes_with_one_number_are_refused():
+    texts = call([0, 1, 1], 3, seconds=5.0)
+    assert "two processes say they are number 1 of 3" in texts[0]
+    assert all(
+        text is None or "number 1 of 3" in text or "could not reach" in text for text in texts
+    )
+
+
+def test_processes_that_count_differently_are_refused():
+    texts = call([0, 1], 2, seconds=5.0, counts={1: 3})
+    assert texts[0] == texts[1]
+    assert "distributed.num_processes: process 1 says 3, process 0 says 2" in texts[0]
+
+
+def test_a_process_that_ended_and_came_again_is_not_counted_twice():
+    port = free_port()
+    lost = threading.Event()
+
+    def dies():
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(("127.0.0.1", port), 1) as peer:
+                    peer.sendall(b'{"greeting": "jaxrl_llm", "process": 1, "count": 3}\n')
+                    time.sleep(0.3)
+                break
+            except OSError:
+                time.sleep(0.05)
+        lost.set()
+
+    thread = threading.Thread(target=dies)
+    thread.start()
+    results = []
+
+    def rest():
+        lost.wait(20)
+        results.extend(call([1, 2], 3, port=port))
+
+    later = threading.Thread(target=rest)
+    later.start()
+    roll_call.meet(f"127.0.0.1:{port}", 0, 3, 20.0)
+    later.join(30)
+    thread.join(30)
+    assert results == [None, None]
+
+
+@pytest.mark.parametrize(
+    "word", [b"GET / HTTP/1.1\r\n\r\n", b"", b'{"greeting": "other"}\n', b"\xff\n"]
+)
+def test_strangers_are_sent_away(word):
+    port = free_port()
+
+    def stranger():
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                with socket.create_connection(("127.0.0.1", port), 1) as peer:
+                    peer.sendall(word)
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    results = []
+
+    def rest():
+        thread.join(20)
+        results.extend(call([1], 2, port=port))
+
+    later = threading.Thread(target=rest)
+    later.start()
+    roll_call.meet(f"127.0.0.1:{port}", 0, 2, 20.0)
+    later.join(30)
+    assert results == [None]
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"process 0 cannot listen on port {port}.*in use"):
+            roll_call.meet(f"127.0.0.1:{port}", 0, 2, 1.0)
