@@ -1,4 +1,4 @@
-"""`python -m jaxrl_llm COMMAND ...` (also installed as `jaxrl`): train, evaluate, export."""
+"""`python -m jaxrl_llm COMMAND ...` (also installed as `jaxrl`): train, evaluate, export, plan."""
 
 import importlib
 import sys
@@ -7,6 +7,7 @@ COMMANDS = {
     "train": "train a policy from a config file",
     "evaluate": "measure held-out accuracy of a run's newest checkpoint, or of a config's first weights",
     "export": "write a run's newest policy as a Hugging Face folder",
+    "plan": "compile a run for hardware that is not there: memory, work, whether it fits",
 }
 
 

@@ -141,7 +141,8 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "actor.optim.lr critic.optim.lr actor.optim.lr_warmup_steps critic.optim.lr_warmup_steps actor.optim.weight_decay "
     "critic.optim.weight_decay actor.entropy_coeff actor.kl_loss_coef algorithm.kl_ctrl.kl_coef trainer.critic_warmup "
-    "data.num_workers reward.length_penalty_per_token actor.clip_ratio_low actor.clip_ratio_high trainer.seed data.seed"
+    "data.num_workers reward.length_penalty_per_token actor.clip_ratio_low actor.clip_ratio_high trainer.seed data.seed "
+    "distributed.process_id"
 )
 SEED_LIMIT = 2**31
 SHARES = (

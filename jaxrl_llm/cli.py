@@ -49,7 +49,12 @@ def split_words(words: list[str]) -> tuple[str | None, list[tuple[str, str]], li
 
 
 def read_config(words: list[str], prog: str, devices: int | None = None) -> Config:
-    """The checked and resolved configuration of a command line.
+    """The checked and resolved configuration of a command line; see `read_run`."""
+    return read_run(words, prog, devices)[0]
+
+
+def read_run(words: list[str], prog: str, devices: int | None = None) -> tuple[Config, bool]:
+    """The checked and resolved configuration of a command line, and whether its seed was drawn because none is given.
 
     Raises `ConfigError` with all problems at once: unknown names (with the nearest known one), bad values, failed checks.
     """
@@ -67,6 +72,7 @@ def read_config(words: list[str], prog: str, devices: int | None = None) -> Conf
             [*problems, *problem.problems, *override_all(Config(), pairs)[1]]
         ) from problem
     config, refused = override_all(config, pairs)
+    drawn = config.trainer.seed is None
     if not type_problems(normal(config)):
         config = _with_saved_seed(config, resolve(config, Path(file).stem))
     known = {path for path, _, _ in leaves(config)}
@@ -76,7 +82,7 @@ def read_config(words: list[str], prog: str, devices: int | None = None) -> Conf
     ]
     if problems:
         raise ConfigError(problems)
-    return config
+    return config, drawn
 
 
 def _with_saved_seed(asked: Config, resolved: Config) -> Config:

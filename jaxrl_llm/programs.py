@@ -32,6 +32,10 @@ from jaxrl_llm.rollout.queue import PREFILL_TOKENS
 
 PROMPT_STEP = 16
 """Prompt widths of the engine are multiples of this."""
+KEYS_HELD = {"tpu": 2.0}
+KEYS_HELD_DEFAULT = 1.5
+"""How many times over a device holds the keys and values of its slots at the worst moment, by platform: old and new while they grow or
+narrow; on TPUs XLA also lays them out anew for every chunk."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,8 @@ def _engine(
 def fitting_slots(
     config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, limit: int, prompts: int
 ) -> int:
-    """Sequences of full length that the devices of a rollout mesh hold beside the weights' copy and a bank of prompts.
+    """Sequences of full length that the devices of a rollout mesh hold beside the weights' copy and a bank of prompts, with what
+    growing and narrowing need for a moment (`KEYS_HELD`).
 
     `limit` is a device's memory in bytes, of which `rollout.gpu_memory_utilization` may be filled; `prompts` are sampled at once.
     Raises `ConfigError` where not even one fits.
@@ -163,14 +168,16 @@ def fitting_slots(
     columns = longest + config.data.max_response_length
     tensor, shards = mesh.shape["tensor"], sharding.shards(mesh)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype.itemsize / tensor
+    held = KEYS_HELD.get(sharding.platform(mesh), KEYS_HELD_DEFAULT)
+    each = token * columns * held
     weights = dtype.itemsize * families.parameter_count(model) / tensor
     bank = token * min(max(PREFILL_TOKENS, longest), -(-prompts // shards) * longest)
     room = limit * config.rollout.gpu_memory_utilization - weights - bank
-    per_shard = int(room // (token * columns))
+    per_shard = int(room // each)
     if per_shard < 1:
         raise ConfigError(
             f"rollout: {room / 2**30:.1f} GiB of a device are left for key/value caches, but one sequence needs "
-            f"{token * columns / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
+            f"{each / 2**30:.1f} GiB; raise rollout.gpu_memory_utilization or "
             "tensor_model_parallel_size, or shorten the responses"
         )
     return per_shard * shards

@@ -210,7 +210,7 @@ def token_numbers(
 # Over all micro-batches ------------------------------------------------------------------------------------------------
 
 
-def _specs(packed: Packed, lead: int) -> Packed:
+def row_specs(packed: Packed, lead: int) -> Packed:
     """Partitions of packed rows behind `lead` whole axes: rows over the data shards, tokens over the devices of a row too."""
     before, whole = (None,) * lead, PartitionSpec()
     rows, tokens = (PartitionSpec(*before, sharding.ROWS, *rest) for rest in ((), ("context",)))
@@ -237,7 +237,7 @@ def micro_batch(packed: Packed, mini: Array, index: Array, mesh: Mesh) -> Packed
         x = jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))
 
-    specs, kept = _specs(packed, 0), {"micros": packed.micros, "members": packed.members}
+    specs, kept = row_specs(packed, 0), {"micros": packed.micros, "members": packed.members}
     names = [field.name for field in fields(Packed) if field.name not in kept]
     cut = {name: jax.tree.map(one, getattr(packed, name), getattr(specs, name)) for name in names}
     return Packed(**cut, **kept)
@@ -247,7 +247,7 @@ def place(packed: Packed, mesh: Mesh) -> Packed:
     """Host arrays on the mesh: rows over the data shards, counts and members everywhere."""
     shardings = jax.tree.map(
         lambda partition: NamedSharding(mesh, partition),
-        _specs(packed, 2),
+        row_specs(packed, 2),
         is_leaf=lambda x: isinstance(x, PartitionSpec),
     )
     return sharding.put(packed, shardings)

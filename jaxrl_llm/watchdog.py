@@ -94,9 +94,8 @@ class Watchdog:
         print(f"process {me}: {standing(places, jax.process_count(), seconds)}", file=sys.stderr)
         sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
-        if me == 0:
-            # The others need the coordinator, which is process 0's, to read where everybody stands.
-            time.sleep(2 * pause)
+        # Whoever ends takes the others down before they have spoken, process 0 above all: it is the coordinator that they read.
+        time.sleep((6 if me == 0 else 3) * pause)
         self._end(EXIT_INTERNAL)
 
 

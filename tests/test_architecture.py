@@ -80,8 +80,10 @@ TABLE: dict[str, str] = {
     "runtime sharding",
     "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault joining metrics models plots "
     "processes report rewards runtime sharding step watchdog",
+    # plans for absent hardware
+    "planning": "errors config checks paths records models packing sharding scoring networks rollout programs assembly flops hardware planning",
     # the front
-    "commands": "errors config checks cli presets summary commands trainer",
+    "commands": "errors config checks cli planning presets summary commands trainer",
     "main": "commands",
     "__main__": "commands",
 }

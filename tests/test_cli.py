@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.cli import read_config, split_words, wants_help
+from jaxrl_llm.cli import read_config, read_run, split_words, wants_help
 from jaxrl_llm.config import Config, leaves, load, resolve, to_dict
 from jaxrl_llm.errors import ConfigError
 
@@ -157,6 +157,7 @@ def test_a_drawn_seed_is_found_again_by_the_same_command(tmp_path):
     words = [f"--config={QUICK}", "--trainer.seed=none", f"--trainer.run_dir={tmp_path}"]
     first = read_config(words, "prog")
     assert first.trainer.seed is not None
+    assert read_run(words, "prog")[1] and not read_run([*words, "--trainer.seed=3"], "prog")[1]
     assert (
         read_config(words, "prog").trainer.seed != first.trainer.seed
     )  # nothing saved yet: drawn again

@@ -83,7 +83,9 @@ def pair(folder, me):
             saver.save(4, placed_state(4), {"row": 40})
             print("full", raised(CheckpointError, saver.wait), flush=True)
         saver.check()
-        assert saver.steps() == [1, 2, 3] and not list(folder.glob("checkpoints/*saving*"))
+        assert saver.steps() == [1, 2, 3]
+        # Process 0 tells of the failure before it clears up, and has cleared up when its own wait ends.
+        assert me == 1 or not list(folder.glob("checkpoints/*saving*"))
         saver.save(4, placed_state(4), {"row": 40})
         saver.wait()
 

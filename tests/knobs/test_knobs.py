@@ -106,7 +106,11 @@ def test_the_marks():
     shaping = {path for path in marked if path.startswith(IDENTITY_SECTIONS)}
     assert shaping == {
         "actor.optim.lr",
+        "actor.param_offload",
+        "actor.optimizer_offload",
         "critic.optim.lr",
+        "critic.param_offload",
+        "critic.optimizer_offload",
         "reward.num_workers",
         "data.num_workers",
     }

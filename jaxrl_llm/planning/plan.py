@@ -1,0 +1,101 @@
+"""The command's body: facts, a sketch by estimates, compiled figures in their place, then words or JSON.
+
+Left out on purpose: parsing of command lines (see `commands.plan`).
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxrl_llm.config import Config, to_dict
+from jaxrl_llm.planning import advice, crew, facts, memory, report, targets, topology
+from jaxrl_llm.planning.hlo import Traffic
+from jaxrl_llm.planning.sheet import Plan, Row, sketch
+
+
+def run(
+    config: Config,
+    target: targets.Target,
+    *,
+    estimate: bool,
+    as_json: bool,
+    jobs: int,
+    limit: float,
+    cache: str | None,
+) -> int:
+    """Make a plan, print it, and return the exit code."""
+    begun = time.monotonic()
+    out = sys.stderr if as_json else sys.stdout
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, file=out, flush=True)
+
+    if not estimate:
+        topology.check_compiler(target)
+    known = facts.gather(config, notes.append)
+    plan = sketch(config, known, target, notes)
+    say(report.heading(plan))
+    if not estimate:
+        _compile(plan, known, say, jobs=jobs, limit=limit, cache=cache)
+    plan.settle()
+    found = [] if plan.fits else advice.what_to_change(plan, known)
+    seconds = time.monotonic() - begun
+    if as_json:
+        print(report.as_json(plan, found, seconds))
+    else:
+        say(report.body(plan, found, seconds))
+    return 0 if plan.fits and plan.complete else 1
+
+
+def _compile(
+    plan: Plan,
+    known: facts.Facts,
+    say: Callable[[str], None],
+    *,
+    jobs: int,
+    limit: float,
+    cache: str | None,
+) -> None:
+    """Put compiled figures in place of the estimates; the longest compilations come first."""
+    by_name = {row.name: row for row in plan.rows}
+    order = {
+        "config": to_dict(plan.programs.config),
+        "target": plan.target.name,
+        "cache": cache,
+        "facts": known.plain(),
+    }
+    estimated = {row.name: row.cost for row in plan.rows}
+    for row in plan.rows:
+        row.cost, row.source = None, "not finished"
+
+    def tell(answer: dict[str, Any]) -> None:
+        row = by_name[answer["name"]]
+        _enter(row, answer)
+        say(report.line(row, estimated[row.name]))
+
+    names = sorted(by_name, key=_effort)
+    crew.compile_all(order, names, plan.target.device.platform, jobs=jobs, limit=limit, tell=tell)
+
+
+def _effort(name: str) -> int:
+    """Updates take longest to compile, then what else runs all layers."""
+    for place, word in enumerate(("update", "advance", "log-probs", "values", "prefill")):
+        if word in name:
+            return place
+    return 9
+
+
+def _enter(row: Row, answer: dict[str, Any]) -> None:
+    if "error" in answer:
+        row.source = answer["error"]
+        return
+    # A compiler that knows no host memory counts what is kept there among the arguments; a program has it on the device as well, as a
+    # copy that it works on.
+    moved = 0 if answer["host_arguments"] else row.host_arguments
+    row.cost = memory.Cost(
+        answer["arguments"] - moved, answer["results"], answer["temporaries"] + moved
+    )
+    row.traffic, row.source = Traffic(answer["sent"], answer["abroad"]), "compiled"
+    row.seconds, row.cached = answer["seconds"], answer["cached"]

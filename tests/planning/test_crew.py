@@ -1,0 +1,102 @@
+"""Child processes that compile: a queue, time-outs, deaths; and what a worker answers about a program."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from jaxrl_llm.planning import crew, lower, targets, worker
+from tests import rig
+
+CHILD = """
+import json, os, sys, time
+order = json.loads(sys.stdin.readline())
+if order.get("broken"):
+    sys.exit("no such compiler")
+print(json.dumps({"ready": []}), flush=True)
+for line in sys.stdin:
+    name = json.loads(line)
+    if name == "slow":
+        time.sleep(60)
+    if name == "dies":
+        print("Fatal: out of luck", file=sys.stderr)
+        os._exit(3)
+    print(json.dumps({"name": name, "flags": os.environ["XLA_FLAGS"], "pid": os.getpid()}), flush=True)
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    monkeypatch.setattr(crew, "COMMAND", [sys.executable, "-c", CHILD])
+
+    def ask(names, order=None, **how):
+        heard = []
+        options = {"jobs": 1, "limit": 20.0} | how
+        answers = crew.compile_all(order or {}, names, "gpu", tell=heard.append, **options)
+        assert answers == heard
+        return {answer["name"]: answer for answer in answers}
+
+    return ask
+
+
+def test_every_program_is_answered_once_by_at_most_two_children(asked):
+    names = [f"program {number}" for number in range(6)]
+    found = asked(names, jobs=2)
+    assert set(found) == set(names)
+    assert len({answer["pid"] for answer in found.values()}) <= 2
+    assert all("--xla_gpu_autotune_level=0" in answer["flags"] for answer in found.values())
+
+
+def test_one_that_takes_too_long_is_given_up_and_the_rest_goes_on(asked):
+    begun = time.monotonic()
+    found = asked(["a", "slow", "b"], limit=1.5)
+    assert found["slow"]["error"] == "not finished after 2 seconds"
+    assert found["a"]["pid"] != found["b"]["pid"], "a new child went on"
+    assert time.monotonic() - begun < 30
+
+
+def test_a_child_that_dies_is_named_with_its_last_words(asked):
+    found = asked(["dies", "b"])
+    assert found["dies"]["error"] == "the compiling process ended with code 3: Fatal: out of luck"
+    assert "pid" in found["b"]
+
+
+def test_a_child_that_cannot_start_fails_every_program(asked):
+    found = asked(["a", "b"], {"broken": True})
+    assert [answer["error"] for answer in found.values()] == [
+        "the compiling process ended with code 1: no such compiler"
+    ] * 2
+
+
+def test_the_environment_is_set_for_compilers_that_have_no_devices(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    made = crew.environment("gpu")
+    assert made["XLA_FLAGS"] == "--mine --xla_gpu_autotune_level=0"
+    assert made["JAX_PLATFORMS"] == "cpu" and made["TPU_SKIP_MDS_QUERY"] == "1"
+    assert crew.environment("tpu")["XLA_FLAGS"] == "--mine"
+
+
+# What a worker answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def score():
+    parts = rig.build(rig.ALGORITHMS["grpo"])
+    planned = lower.step_programs(parts, parts.config.data.train_batch_size)
+    return next(one for one in planned if one.name == "old log-probs")
+
+
+def test_a_program_is_measured_once_and_then_remembered(score, tmp_path):
+    target = targets.parse("h100:1")
+    first = worker.analysis(score, target, tmp_path)
+    assert not first["cached"] and first["temporaries"] > 0 and first["sent"] == {}
+    assert first["arguments"] == pytest.approx(lower.held(score.args), abs=1024)
+    (kept,) = tmp_path.glob("*.json")
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"temporaries": 42}))
+    again = worker.analysis(score, target, tmp_path)
+    assert again["cached"] and again["temporaries"] == 42
+    other = worker.analysis(score, targets.parse("a100:1"), tmp_path)
+    assert not other["cached"], "another device is another compilation"
+    kept.write_text("{")
+    assert not worker.analysis(score, target, tmp_path)["cached"], "a torn file is no answer"
