@@ -3,7 +3,12 @@
 Command:   python -m jaxrl_llm.main --config=configs/grpo_deepseek7b.py
 Hardware:  8 devices of 80 GB on one host (set trainer.nnodes and n_devices_per_node to what you have)
 Length:    105 steps = 15 epochs x (7,473 // 1,024); 1,024 prompts x 5 samples = 5,120 trajectories per step
-Expected:  not measured by us: no such hardware has been available to this project yet.
+Expected:  not measured by us: no such hardware has been available to this project yet. Planned (python -m jaxrl_llm plan
+           --config=configs/grpo_deepseek7b.py --hardware=h100:8): fits with 15 GB free per device, also on a100:8, v5p:2x2x2 and
+           v6e:4x4; a step of full-length responses takes at least 214 s (docs/plan.md).
+
+`ppo_micro_batch_size_per_device=80` bounds the room of a device; without a token budget rows hold at most 8,192 tokens (here one group
+of 5, 5,632 tokens), so that 80 trajectories at once are never asked for. `use_dynamic_bsz` with `ppo_max_token_len_per_device` makes rows longer.
 
 Data comes from $JAXRL_GSM8K_DIR (default ~/data/gsm8k): train.parquet / test.parquet in verl's schema, or GSM8K's own jsonl files
 under the same names. Three keys of the script have no counterpart here: `rollout.name` (there is one engine, and it

@@ -3,7 +3,9 @@
 Command:   python -m jaxrl_llm.main --config=configs/ppo_deepseek7b.py
 Hardware:  8 devices of 80 GB on one host (set trainer.nnodes and n_devices_per_node to what you have)
 Length:    105 steps = 15 epochs x (7,473 // 1,024); 1,024 trajectories per step
-Expected:  not measured by us: no such hardware has been available to this project yet.
+Expected:  not measured by us: no such hardware has been available to this project yet. Planned (python -m jaxrl_llm plan
+           --config=configs/ppo_deepseek7b.py --hardware=h100:8): fits with 17 GB free per device, also on a100:8 and v5p:2x2x2; a step
+           of full-length responses takes at least 27 s (docs/plan.md).
 
 Data and renamed keys as in `grpo_deepseek7b.py`. The critic is a second copy of the model with a scalar head.
 """

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import programs, sharding, summary, tokenizer
+from jaxrl_llm import processes, programs, sharding, summary, tokenizer
 from jaxrl_llm.checks import mesh_shape
 from jaxrl_llm.config import Config, needs_reference
 from jaxrl_llm.console import start_table
@@ -121,14 +121,25 @@ def slots_for(
     config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, say: Say
 ) -> int | None:
     """Sequences decoded at once: the setting, or what the device memory leaves after the weights; `None` is the whole batch."""
-    if config.rollout.max_num_seqs is not None:
-        return config.rollout.max_num_seqs
+    asked = config.rollout.max_num_seqs
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
-        return None
+        return asked
     prompts = config.data.train_batch_size // jax.process_count()
-    slots = programs.fitting_slots(config, model, dtype, mesh, limit, prompts)
+    try:
+        fitting = programs.fitting_slots(config, model, dtype, mesh, limit, prompts)
+    except ConfigError:
+        if asked is None:
+            raise
+        fitting = 0
+    slots = min(processes.gather("fitting slots", fitting))
+    if asked is not None:
+        if asked > slots:
+            say(
+                f"warning: rollout.max_num_seqs = {asked:,} (per process), but {slots:,} fit the memory that gpu_memory_utilization leaves"
+            )
+        return asked
     say(
         f"rollout.max_num_seqs: {slots:,} sequences fit the memory that gpu_memory_utilization leaves"
     )
@@ -196,8 +207,13 @@ def build(config: Config, say: Say) -> Parts:
     )
 
 
+def same_everywhere(parts: Parts) -> dict[str, str]:
+    """Digests that all processes of a run must share: the fingerprint and the held-out prompts."""
+    return parts.fingerprint | {"validation": parts.val.fingerprint if parts.val else ""}
+
+
 def _reference(made: Programs, say: Say) -> tuple[Params, str]:
-    """The frozen reference and a digest of it; in host memory with `ref.param_offload`."""
+    """The frozen reference and a digest of it, with the type it is of in front; in host memory with `ref.param_offload`."""
     from jaxrl_llm.checkpoint import tree_digests
 
     config = made.config
@@ -216,4 +232,4 @@ def _reference(made: Programs, say: Say) -> tuple[Params, str]:
     digest = hashlib.sha256(json.dumps(tree_digests(params), sort_keys=True).encode()).hexdigest()
     if config.ref.param_offload:
         say("reference: kept in host memory between uses")
-    return params, digest
+    return params, f"{made.actor.network.dtype.name}:{digest}"

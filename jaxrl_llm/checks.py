@@ -233,7 +233,7 @@ def _budgets(c: Config) -> Iterator[str]:
         if used and c.mesh.context and 0 < budget * c.mesh.context < longest:
             yield (
                 f"{path} = {budget} does not hold one trajectory of data.max_prompt_length + max_response_length = "
-                f"{c.data.max_prompt_length} + {c.data.max_response_length} = {longest} tokens; set it to {longest} or more"
+                f"{c.data.max_prompt_length} + {c.data.max_response_length} = {longest} tokens; set it to {-(-longest // c.mesh.context)} or more"
             )
 
 
@@ -352,6 +352,12 @@ def _unused(c: Config) -> Iterator[str]:
             f"actor.loss_scale_factor is set, but loss_agg_mode = {c.actor.loss_agg_mode} does not divide by it; use "
             "seq-mean-token-sum-norm or leave it at none"
         )
+    context = c.mesh.context or 1
+    if context > 1 and c.model.attention not in ("auto", "ring"):
+        yield (
+            f"model.attention = {c.model.attention} with mesh.context = {context}: rows that are split over devices need ring; use auto or "
+            "ring, or set mesh.context to 1"
+        )
     if needs_critic(c) and c.critic.loss_agg_mode == "seq-mean-token-sum-norm":
         yield "critic.loss_agg_mode = seq-mean-token-sum-norm: need a mode without a scale; use token-mean"
 
@@ -381,6 +387,28 @@ def _devices(c: Config, devices: int) -> Iterator[str]:
         yield (
             f"data.train_batch_size x rollout.n = {batch} x {n} = {batch * n} trajectories do not divide over {shape.shards} "
             f"data shards; set train_batch_size to {multiples(batch, shape.shards // math.gcd(n, shape.shards))}"
+        )
+
+
+def divided(config: Config, shape: MeshShape, count: int, local: int) -> Iterator[str]:
+    """What `count` processes with `local` devices each forbid."""
+    group = shape.tensor * shape.context
+    if local % group:
+        yield (
+            f"mesh: context {shape.context} x tensor {shape.tensor} = {group} devices, but each of the {count} processes has {local}, "
+            f"need a divisor of {local} so that these devices share a host; lower one of the two, or give fsdp the rest"
+        )
+    decode = config.rollout.tensor_model_parallel_size
+    if local % decode:
+        yield (
+            f"rollout.tensor_model_parallel_size = {decode} does not divide the {local} devices of a process, and each process decodes "
+            f"on its own; set it to a divisor of {local}"
+        )
+    batch = config.data.train_batch_size
+    if batch % count:
+        yield (
+            f"data.train_batch_size = {batch} prompts do not divide over {count} processes, of which each samples its own; set it to "
+            f"{multiples(batch, count)}"
         )
 
 

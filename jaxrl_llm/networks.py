@@ -5,6 +5,7 @@ What is here suffices to read a checkpoint back; prompts, engine and graders are
 Left out on purpose: frozen layers and adapters (`ModelState.frozen` has room for them).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -161,9 +162,12 @@ def _trained(
 
 
 def build_networks(config: Config) -> Networks:
-    """The trained networks alone, over whatever devices there are: enough to read a checkpoint of any mesh."""
-    mesh = sharding.make_mesh(MeshShape(1, jax.device_count(), 1))
-    actor, critic = trained_networks(config, mesh, *models_of(config), total_steps=1)
+    """The trained networks alone, over as many devices as their width divides by: enough to read a checkpoint of any mesh."""
+    models = models_of(config)
+    fitting = math.gcd(*(model.width for model in models))
+    count = max(n for n in range(1, jax.device_count() + 1) if fitting % n == 0)
+    mesh = sharding.make_mesh(MeshShape(1, count, 1), jax.devices()[:count])
+    actor, critic = trained_networks(config, mesh, *models, total_steps=1)
     return Networks(config, read_tokenizer(config), mesh, actor, critic)
 
 

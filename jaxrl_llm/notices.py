@@ -71,7 +71,8 @@ UNUSED: tuple[tuple[str, Why], ...] = (
     ),
     (
         "critic.optim.lr critic.optim.lr_warmup_steps critic.optim.lr_scheduler_type critic.optim.weight_decay "
-        "critic.optim.betas critic.optim.clip_grad critic.cliprange_value critic.loss_agg_mode trainer.critic_warmup",
+        "critic.optim.betas critic.optim.clip_grad critic.cliprange_value critic.loss_agg_mode critic.param_offload "
+        "critic.optimizer_offload critic.grad_accumulation_dtype trainer.critic_warmup",
         lambda c: not needs_critic(c) and "this run has no critic",
     ),
     (

@@ -278,6 +278,17 @@ def stop_posted() -> bool:
     return False
 
 
+def heed() -> None:
+    """Raise `Elsewhere` where another process has posted a problem: for places where this one works on its own for long."""
+    if jax.process_count() == 1:
+        return
+    problems: dict[int, Any] = {}
+    with suppress(jax.errors.JaxRuntimeError):
+        problems = entries(client(), PROBLEMS)
+    if problems:
+        raise _elsewhere(problems)
+
+
 def tell(problem: BaseException) -> None:
     """Post a problem, so that no process waits in vain for this one; the first one stands."""
     store = client()

@@ -28,14 +28,12 @@ from jaxrl_llm.networks import (
 from jaxrl_llm.records import Params
 from jaxrl_llm.rollout.engine import Engine, make_engine
 from jaxrl_llm.rollout.handover import Handover, make_handover
-from jaxrl_llm.rollout.queue import PREFILL_TOKENS
+from jaxrl_llm.rollout.queue import PREFILL_TOKENS, previous_columns
 
 PROMPT_STEP = 16
 """Prompt widths of the engine are multiples of this."""
-KEYS_HELD = {"tpu": 2.0}
-KEYS_HELD_DEFAULT = 1.5
-"""How many times over a device holds the keys and values of its slots at the worst moment, by platform: old and new while they grow or
-narrow; on TPUs XLA also lays them out anew for every chunk."""
+TWICE = ("tpu",)
+"""Platforms on which a chunk holds keys and values twice: XLA lays them out anew."""
 
 
 @dataclass(frozen=True)
@@ -158,18 +156,22 @@ def _engine(
 def fitting_slots(
     config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, limit: int, prompts: int
 ) -> int:
-    """Sequences of full length that the devices of a rollout mesh hold beside the weights' copy and a bank of prompts, with what
-    growing and narrowing need for a moment (`KEYS_HELD`).
+    """Sequences of full length that the devices of a rollout mesh hold beside the weights' copy and a bank of prompts.
+
+    Counted with the second copy of keys that some moments need: old and new while they grow to the last columns or narrow to half
+    of the slots, and all of them on the platforms of `TWICE`.
 
     `limit` is a device's memory in bytes, of which `rollout.gpu_memory_utilization` may be filled; `prompts` are sampled at once.
     Raises `ConfigError` where not even one fits.
     """
     longest = config.data.max_prompt_length
-    columns = longest + config.data.max_response_length
+    limit_tokens = config.data.max_response_length
+    columns = longest + limit_tokens
     tensor, shards = mesh.shape["tensor"], sharding.shards(mesh)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype.itemsize / tensor
-    held = KEYS_HELD.get(sharding.platform(mesh), KEYS_HELD_DEFAULT)
-    each = token * columns * held
+    growing = columns + previous_columns(limit_tokens)
+    twice = sharding.platform(mesh) in TWICE
+    each = token * max(2.0 * columns if twice else 1.5 * columns, growing)
     weights = dtype.itemsize * families.parameter_count(model) / tensor
     bank = token * min(max(PREFILL_TOKENS, longest), -(-prompts // shards) * longest)
     room = limit * config.rollout.gpu_memory_utilization - weights - bank

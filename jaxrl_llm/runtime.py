@@ -24,11 +24,21 @@ from typing import Any
 import jax
 
 from jaxrl_llm import processes
-from jaxrl_llm.checks import MeshShape, check, mesh_shape, multiples
-from jaxrl_llm.config import Config, changed, from_dict, identity, leaves, to_dict
+from jaxrl_llm.checks import check, divided, mesh_shape
+from jaxrl_llm.config import (
+    Config,
+    changed,
+    from_dict,
+    identity,
+    leaves,
+    needs_critic,
+    needs_reference,
+    to_dict,
+)
 from jaxrl_llm.console import say, say_apart
 from jaxrl_llm.errors import EXIT_INTERRUPTED, ConfigError
 from jaxrl_llm.knobs import DistributedKnobs
+from jaxrl_llm.paths import files_digest, resolve_model_path
 from jaxrl_llm.processes import Meetings
 
 CONFIG_FILE = "config.json"
@@ -44,7 +54,7 @@ LIBRARIES = (
 )
 MOST_DIFFERENCES = 20
 LOOK_SECONDS = 1.0
-"""How often a process that decodes looks whether another one was asked to stop."""
+"""How often a process that decodes looks whether another one was asked to stop, or has failed."""
 
 Say = Callable[[str], None]
 
@@ -73,15 +83,15 @@ def start_process(
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    if drawn_seed:
-        config = _with_seeds(
-            config, meet.first("seeds", lambda: [config.trainer.seed, config.data.seed])
-        )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ConfigError(
             f"distributed.enable = {config.distributed.enable}: this is one of {jax.process_count()} processes of a TPU pod slice, but "
             "they are not joined, need enable = on; or hide the other hosts from JAX"
         )
+    # Everybody comes, also those that were given a seed: what differs is then named below.
+    seeds = meet.first("seeds", lambda: [config.trainer.seed, config.data.seed])
+    if drawn_seed:
+        config = _with_seeds(config, seeds)
     everyone = meet.gather("start", facts(config))
     problems = (
         differences(everyone) or check(config, jax.device_count()) or misfits(config, everyone)
@@ -148,6 +158,23 @@ def compare_processes(meet: Meetings, what: Mapping[str, Any]) -> None:
         raise ConfigError(problems)
 
 
+def compare_files(meet: Meetings, config: Config, more: Mapping[str, Any]) -> None:
+    """Refuse to go on where the model files of the processes differ, or something else that they should share."""
+    if jax.process_count() == 1:
+        return
+    models = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path if needs_critic(config) else None,
+        "ref.path": config.ref.path if needs_reference(config) else None,
+    }
+    digests = {
+        f"files of {name}": files_digest(resolve_model_path(path))
+        for name, path in models.items()
+        if path
+    }
+    compare_processes(meet, {**more, **digests})
+
+
 def misfits(config: Config, everyone: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the division of the devices into processes and hosts forbids."""
     count, local = len(everyone), int(everyone[0]["devices of a process"])
@@ -156,7 +183,7 @@ def misfits(config: Config, everyone: Sequence[Mapping[str, Any]]) -> list[str]:
         hosts[other["host"]] = hosts.get(other["host"], 0) + local
     return [
         *_expected(config, hosts),
-        *(_divided(config, mesh_shape(config, count * local), count, local) if count > 1 else ()),
+        *(divided(config, mesh_shape(config, count * local), count, local) if count > 1 else ()),
     ]
 
 
@@ -175,27 +202,6 @@ def _expected(config: Config, hosts: Mapping[str, int]) -> Iterator[str]:
                 "none, or start on other hosts"
             )
             return
-
-
-def _divided(config: Config, shape: MeshShape, count: int, local: int) -> Iterator[str]:
-    group = shape.tensor * shape.context
-    if local % group:
-        yield (
-            f"mesh: context {shape.context} x tensor {shape.tensor} = {group} devices, but each of the {count} processes has {local}, "
-            f"need a divisor of {local} so that these devices share a host; lower one of the two, or give fsdp the rest"
-        )
-    decode = config.rollout.tensor_model_parallel_size
-    if local % decode:
-        yield (
-            f"rollout.tensor_model_parallel_size = {decode} does not divide the {local} devices of a process, and each process decodes "
-            f"on its own; set it to a divisor of {local}"
-        )
-    batch = config.data.train_batch_size
-    if batch % count:
-        yield (
-            f"data.train_batch_size = {batch} prompts do not divide over {count} processes, of which each samples its own; set it to "
-            f"{multiples(batch, count)}"
-        )
 
 
 # Signals -----------------------------------------------------------------------------------------------------------------
@@ -231,6 +237,7 @@ class Signals:
             raise StopRequested
         if time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
+            processes.heed()
             if processes.stop_posted():
                 raise StopRequested
 

@@ -229,6 +229,7 @@ def _joined(
             "stopped": stopped or run.signals.requested,
             "bad": rollout.bad if rollout else 0,
             "failure": failures[0] if failures else None,
+            "parts": list(dict.fromkeys(name for grade in grades for name in grade.parts)),
             "stats": vars(stats) if stats else {},
         },
     )
@@ -239,7 +240,8 @@ def _joined(
     if bad:
         return Graded(replace(rollout, bad=bad), [], costs)
     heard = [said["failure"] for said in told]
-    rollout, grades = exchange.all_rows(rollout, grades, run.grader.names, heard, len(prompts))
+    names = dict.fromkeys([*run.grader.names, *(name for said in told for name in said["parts"])])
+    rollout, grades = exchange.all_rows(rollout, grades, tuple(names), heard, len(prompts))
     return Graded(rollout, grades, costs)
 
 

@@ -75,7 +75,7 @@ def _train_in(config: Config, folder: Path, signals: runtime.Signals, speak: Say
     for line in notices(config):
         speak(line)
     parts = assembly.build(config, speak)
-    runtime.compare_processes(meet, parts.fingerprint)
+    runtime.compare_files(meet, parts.config, assembly.same_everywhere(parts))
     state, manifest = _first_or_restored(parts, saver, folder, meet, speak)
     start = int(state.step)
     if start >= parts.total_steps and not manifest.get("pending"):
@@ -100,6 +100,7 @@ def _train_in(config: Config, folder: Path, signals: runtime.Signals, speak: Say
         ) as log,
         Progress(parts.total_steps, start, process=jax.process_index()) as progress,
     ):
+        runtime.compare_processes(meet, grader.digests)
         grader.prestart()
         compilations = metrics.CompileCounter()
 
@@ -183,13 +184,23 @@ def _first_or_restored(
     wrong = [
         f"{name}: the run was trained on {old}, now there is {parts.fingerprint.get(name)}; restore the old data or start another run"
         for name, old in manifest["fingerprint"].items()
-        if old != parts.fingerprint.get(name)
+        if old != parts.fingerprint.get(name) and not _of_another_type(name, old, parts)
     ]
     if wrong:
         raise ConfigError(wrong)
+    if _of_another_type("reference", manifest["fingerprint"].get("reference", ""), parts):
+        speak(
+            "warning: the reference had another type when this run was saved; whether it is the same one is not checked"
+        )
     parts.stream.restore(manifest["stream"])
     speak(f"resuming after step {step}")
     return state, manifest
+
+
+def _of_another_type(name: str, old: str, parts: Parts) -> bool:
+    """Whether a digest is of the reference in another type (`float32:…`), which says nothing about this one."""
+    new = parts.fingerprint.get(name, "")
+    return name == "reference" and bool(old and new) and old.split(":")[0] != new.split(":")[0]
 
 
 # The loop --------------------------------------------------------------------------------------------------------------
@@ -353,7 +364,7 @@ def _evaluate(config: Config, drawn_seed: bool) -> int:
     speak = runtime.voice()
     folder = Path(config.trainer.run_dir or "")
     parts = assembly.build(config, speak)
-    runtime.compare_processes(meet, parts.fingerprint)
+    runtime.compare_files(meet, parts.config, assembly.same_everywhere(parts))
     saver = Checkpointer(folder / "checkpoints", keep=None, log=speak)
     there = meet.first("folder", folder.is_dir)
     restored = saver.restore(networks.abstract_state(parts)) if there else None

@@ -95,8 +95,8 @@ class Watchdog:
         sys.stderr.flush()
         faulthandler.dump_traceback(file=2, all_threads=True)
         # Whoever ends takes the others down before they have spoken, process 0 above all: it is the coordinator that they read.
-        time.sleep((6 if me == 0 else 3) * pause)
-        self._end(EXIT_INTERNAL)
+        if not self._over.wait((6 if me == 0 else 3) * pause):
+            self._end(EXIT_INTERNAL)
 
 
 def standing(places: Mapping[int, Place], count: int, seconds: float) -> str:

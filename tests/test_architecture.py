@@ -70,11 +70,11 @@ TABLE: dict[str, str] = {
     "watchdog": "errors processes",
     "exchange": "processes records rewards rollout",
     # the loop and what it is made of
-    "runtime": "errors knobs config checks console checkpoint processes",
+    "runtime": "errors knobs config checks console checkpoint paths processes",
     "networks": f"{FLOOR} config checks paths tokenizer models scoring sharding optimizer learner",
     "layouts": "config learner networks packing records rollout scoring sharding",
     "programs": f"{FLOOR} config checks networks layouts learner models rollout scoring sharding",
-    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models sharding checkpoint networks programs",
+    "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models processes sharding checkpoint networks programs",
     "report": f"{FLOOR} assembly config flops hardware metrics networks console processes rewards rollout",
     "step": f"{FLOOR} config assembly checkpoint console evaluation exchange fault metrics layouts packing processes report rewards rollout "
     "runtime sharding",

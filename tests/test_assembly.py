@@ -107,7 +107,7 @@ def test_slots_fill_the_share_of_memory(plain, monkeypatch):
     columns = 16 + 24
     each = 2 * model.num_layers * columns * model.num_kv_heads * model.head_size * 4
     prompts = 8 * 16 * each // columns
-    each = each * 3 // 2
+    once, each = each, each * 3 // 2
     weights_bytes = 4 * families.parameter_count(model) + prompts
 
     def slots(limit, share):
@@ -122,5 +122,8 @@ def test_slots_fill_the_share_of_memory(plain, monkeypatch):
     assert slots(limit, 0.5) == 10
     assert slots(limit, 1.0) == int((limit - weights_bytes) // each) > 20
     assert slots(None, 0.5) is None
+    monkeypatch.setattr(assembly.sharding, "platform", lambda mesh: "tpu")
+    assert slots(limit, 0.5) == 10 * each // (2 * once) == 7, "keys are held twice there"
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"one sequence needs"):
         slots(2 * weights_bytes + each, 0.5)

@@ -228,6 +228,19 @@ def test_the_context_axis_is_one_of_the_mesh():
         mesh_shape(config(mesh__data="1", mesh__fsdp="2", mesh__context="3"), 8)
 
 
+def test_rows_split_over_devices_need_ring_attention_and_as_many_devices_share_a_budget():
+    assert check(config(mesh__context="2")) == []
+    said = only(check(config(mesh__context="2", model__attention="blocked")))
+    assert "model.attention = blocked with mesh.context = 2" in said and "use auto or ring" in said
+    longest = config().data.max_prompt_length + config().data.max_response_length
+    half = {
+        "actor__use_dynamic_bsz": "true",
+        "actor__ppo_max_token_len_per_device": str(longest // 2),
+    }
+    assert check(config(mesh__context="2", **half)) == []
+    assert f"set it to {longest} or more" in "".join(check(config(**half)))
+
+
 def test_nearest_multiples():
     assert multiples(20, 8) == "16 or 24"
     assert multiples(3, 8) == "8"

@@ -16,6 +16,10 @@ from tests.test_checks import config, only
         ({"algorithm__kl_ctrl__type": "adaptive"}, "algorithm.kl_ctrl.type not used"),
         ({"actor__kl_loss_coef": "0.1"}, "actor.use_kl_loss is off"),
         (
+            {"critic__param_offload": "true", "critic__grad_accumulation_dtype": "bfloat16"},
+            "critic.param_offload, critic.grad_accumulation_dtype not used: this run has no critic",
+        ),
+        (
             {"algorithm__gamma": "0.9", "algorithm__lam": "0.9"},
             "algorithm.gamma, algorithm.lam not used: grpo",
         ),

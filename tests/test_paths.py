@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import ConfigError, DataError
-from jaxrl_llm.paths import is_gguf, resolve_model_path
+from jaxrl_llm.paths import files_digest, is_gguf, resolve_model_path
 
 
 @pytest.fixture
@@ -110,3 +110,27 @@ def test_hub_without_network_is_a_data_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_is_gguf() -> None:
     assert is_gguf("x/y.gguf") and is_gguf(Path("Y.GGUF"))
     assert not is_gguf("x.gguf/y") and not is_gguf("gguf")
+
+
+def test_a_digest_of_files_sees_names_sizes_and_pieces_all_over(tmp_path: Path) -> None:
+    def model(name: str, **changes: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, data in ({"config": b"{}", "weights": bytes(20 * 2**20)} | changes).items():
+            (folder / file).write_bytes(data)
+        return files_digest(folder)
+
+    plain = model("plain")
+    assert plain == model("copy")
+    last, middle = bytearray(20 * 2**20), bytearray(20 * 2**20)
+    last[-1] = middle[11 * 2**20] = 1
+    others = [
+        model("longer", weights=bytes(20 * 2**20 + 1)),
+        model("renamed", weights=b"", weight=bytes(20 * 2**20)),
+        model("last", weights=bytes(last)),
+        model("middle", weights=bytes(middle)),
+        model("config", config=b"{ }"),
+    ]
+    assert len({plain, *others}) == 6
+    (tmp_path / "one.gguf").write_bytes(b"abc")
+    assert files_digest(tmp_path / "one.gguf") != files_digest(tmp_path / "plain")

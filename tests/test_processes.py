@@ -4,6 +4,7 @@ Real processes tell each other things in `test_several.py`.
 """
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -201,3 +202,16 @@ def test_rows_of_one_process_are_whole():
     assert np.array_equal(found["a"], host["a"]) and found["b"].tolist() == [1, 1, 1]
     found = processes.own_rows(host, "b")
     assert isinstance(found["b"], np.ndarray)
+
+
+def test_a_problem_elsewhere_is_heeded_by_a_process_that_works_on_its_own(monkeypatch):
+    posted = []
+    store = SimpleNamespace(key_value_dir_get=lambda folder: posted)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "client", lambda: store)
+    processes.heed()
+    said = {"code": 65, "text": "a row is broken", "own": True, "known": True}
+    posted.append((f"{processes.PROBLEMS}/1", json.dumps(said)))
+    with pytest.raises(processes.Elsewhere, match="process 1: a row is broken") as caught:
+        processes.heed()
+    assert caught.value.exit_code == 65

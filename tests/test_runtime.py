@@ -217,6 +217,7 @@ def test_with_several_processes_only_an_agreed_poll_stops(monkeypatch):
     posted = []
     monkeypatch.setattr(runtime.processes, "post_stop", lambda: posted.append(1))
     monkeypatch.setattr(runtime.processes, "stop_posted", lambda: bool(posted))
+    monkeypatch.setattr(runtime.processes, "heed", lambda: None)
     told = SimpleNamespace(gather=lambda name, value: [value, False], pulse=Pulse())
     signals, other = runtime.Signals(told), runtime.Signals(told)
     other.poll_apart()

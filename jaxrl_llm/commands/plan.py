@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from jaxrl_llm import cli
-from jaxrl_llm.checks import check
 from jaxrl_llm.commands.train import guarded, quiet_libraries
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import ConfigError
@@ -92,6 +91,7 @@ def read(options: dict[str, str], words: list[str], prog: str) -> tuple[Config, 
     else:
         try:
             target = targets.parse(options["hardware"])
+            targets.memory_share(target.device)
         except ConfigError as problem:
             problems += problem.problems
     problems += [
@@ -103,14 +103,15 @@ def read(options: dict[str, str], words: list[str], prog: str) -> tuple[Config, 
         problems.append(f"--jobs: got {options['jobs']!r}, need 1 or 2 compiling processes")
     if not options["timeout"].isdigit() or int(options["timeout"]) < 1:
         problems.append(f"--timeout: got {options['timeout']!r}, need whole seconds, 1 or more")
+    if target is not None:
+        words = [*words, *(f"--{path}={value}" for path, value in targets.expected(target).items())]
     config: Config | None = None
     try:
         config = cli.read_config(words, prog)
     except ConfigError as problem:
         problems += problem.problems
     if config is not None and target is not None:
-        config = targets.on_target(config, target)
-        problems += check(config, target.count)
+        problems += targets.misfits(config, target)
     if problems or config is None or target is None:
         raise ConfigError(problems)
     return config, target

@@ -12,7 +12,7 @@ from jaxrl_llm.config import Config, needs_critic, needs_reference, override, re
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.planning import facts, memory
 from jaxrl_llm.planning.sheet import Plan, sketch
-from jaxrl_llm.planning.targets import Target
+from jaxrl_llm.planning.targets import Target, misfits
 
 Changes = tuple[tuple[str, str], ...]
 
@@ -38,7 +38,8 @@ class Advice:
 
 def what_to_change(plan: Plan, known: facts.Facts) -> list[Advice]:
     """Changes that free memory in the fullest phase, the largest saving first."""
-    worst = max(plan.phases, key=lambda phase: phase.peak)
+    worst = plan.fullest
+    known_peak = not plan.refused(worst)
 
     def peak(changes: Changes) -> int | None:
         """The estimated peak of the phase after some changes; `None` where they are refused."""
@@ -58,7 +59,7 @@ def what_to_change(plan: Plan, known: facts.Facts) -> list[Advice]:
     for changes in [*candidates(plan, worst), _fewer_slots(plan, worst, before, peak)]:
         after = peak(changes) if changes else None
         if after is not None and before - after > LEAST:
-            enough = worst.peak - (before - after) <= plan.usable
+            enough = known_peak and worst.peak - (before - after) <= plan.usable
             found.append(Advice(changes, before - after, enough))
     return sorted(found, key=lambda one: -one.saves)
 
@@ -92,7 +93,8 @@ def _changed(config: Config, changes: Changes, target: Target) -> Config | None:
     """The settings with changes, or `None` where they are refused."""
     for path, value in changes:
         config = override(config, path, value)
-    return None if check(config, target.count) else resolve(config)
+    config = resolve(config)
+    return None if check(config, target.count) or misfits(config, target) else config
 
 
 def candidates(plan: Plan, worst: memory.Phase) -> Iterator[Changes]:

@@ -8,12 +8,14 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 Answer = dict[str, Any]
@@ -55,23 +57,30 @@ def compile_all(
     for name in names:
         waiting.put(name)
     answers: list[Answer] = []
-    lock = threading.Lock()
+    children: list[_Child] = []
+    lock, over = threading.Lock(), threading.Event()
 
     def hear(answer: Answer) -> None:
         with lock:
-            answers.append(answer)
-            tell(answer)
+            if not over.is_set():
+                answers.append(answer)
+                tell(answer)
 
     def work() -> None:
         child: _Child | None = None
         try:
-            while True:
+            while not over.is_set():
                 try:
                     name = waiting.get_nowait()
                 except queue.Empty:
                     return
                 if child is None:
-                    child = _Child(order, platform)
+                    with lock:
+                        if over.is_set():
+                            return
+                        child = _Child(platform)
+                        children.append(child)
+                    child.start(order)
                 answer = child.ask(name, limit)
                 if "error" in answer and not child.alive:
                     child.close()
@@ -82,17 +91,44 @@ def compile_all(
                 child.close()
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(names)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _terminable():
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            over.set()
+            with lock:
+                for child in children:
+                    child.kill()
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(5)
     return answers
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends this process as Ctrl-C does, so that its children end with it; only the main thread can see to that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Child:
     """A worker process and the line to it."""
 
-    def __init__(self, order: dict[str, Any], platform: str) -> None:
+    def __init__(self, platform: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             COMMAND,
@@ -103,6 +139,10 @@ class _Child:
         )
         self.alive = True
         self._rest = b""
+        self._broken: str | None = None
+
+    def start(self, order: dict[str, Any]) -> None:
+        """Hand the settings over and wait until its programs are built."""
         self._send(order)
         ready = self._receive(START_SECONDS)
         self._broken = None if ready and "ready" in ready else self._failure(ready, START_SECONDS)
@@ -151,8 +191,12 @@ class _Child:
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
         return f"the compiling process ended with code {code}: {last[0][:500]}"
 
+    def kill(self) -> None:
+        """End the child; who waits for it hears so."""
+        self._process.kill()
+
     def close(self) -> None:
-        """End the child."""
+        """End the child and the line to it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):

@@ -2,7 +2,7 @@
 
 Shapes do not depend on lengths; how many micro-batches run does, and is planned for full-length responses.
 
-Left out on purpose: validation, whose rollouts are no larger, and what the host does between two programs.
+Left out on purpose: validation (larger where `val_batch_size x validation.n` exceeds a step's rollout), and what the host does between two programs.
 """
 
 import math

@@ -3,6 +3,7 @@
 Left out on purpose: parsing of command lines (see `commands.plan`).
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,10 @@ from jaxrl_llm.config import Config, to_dict
 from jaxrl_llm.planning import advice, crew, facts, memory, report, targets, topology
 from jaxrl_llm.planning.hlo import Traffic
 from jaxrl_llm.planning.sheet import Plan, Row, sketch
+from jaxrl_llm.planning.site import NoRoom
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+"""How XLA says that a program is too large for its device."""
 
 
 def run(
@@ -35,7 +40,15 @@ def run(
     if not estimate:
         topology.check_compiler(target)
     known = facts.gather(config, notes.append)
-    plan = sketch(config, known, target, notes)
+    try:
+        plan = sketch(config, known, target, notes)
+    except NoRoom as problem:
+        if not as_json:
+            raise
+        say(problem.report())
+        told = {"fits": False, "complete": False, "problems": problem.problems}
+        print(json.dumps(told))
+        return problem.exit_code
     say(report.heading(plan))
     if not estimate:
         _compile(plan, known, say, jobs=jobs, limit=limit, cache=cache)
@@ -72,7 +85,7 @@ def _compile(
 
     def tell(answer: dict[str, Any]) -> None:
         row = by_name[answer["name"]]
-        _enter(row, answer)
+        _enter(row, answer, estimated[row.name])
         say(report.line(row, estimated[row.name]))
 
     names = sorted(by_name, key=_effort)
@@ -87,7 +100,13 @@ def _effort(name: str) -> int:
     return 9
 
 
-def _enter(row: Row, answer: dict[str, Any]) -> None:
+def _enter(row: Row, answer: dict[str, Any], estimated: memory.Cost | None) -> None:
+    if OUT_OF_MEMORY in answer.get("error", ""):
+        row.cost, row.too_large = estimated, True
+        row.source = (
+            f"estimated; too large for its compiler: {answer['error'].splitlines()[0][:300]}"
+        )
+        return
     if "error" in answer:
         row.source = answer["error"]
         return

@@ -13,6 +13,7 @@ from jaxrl_llm.planning import work
 from jaxrl_llm.planning.advice import Advice
 from jaxrl_llm.planning.memory import Cost
 from jaxrl_llm.planning.sheet import Plan, Row
+from jaxrl_llm.planning.targets import FRACTION
 
 GB = 1e9
 ROOMY = 0.92
@@ -49,7 +50,7 @@ def heading(plan: Plan) -> str:
 def _share(plan: Plan) -> str:
     if plan.target.device.platform != "gpu":
         return ""
-    return " (JAX takes 75 %; XLA_PYTHON_CLIENT_MEM_FRACTION, also read here, says otherwise)"
+    return f" (JAX takes 75 %; {FRACTION}, also read here, says otherwise)"
 
 
 def _mesh(mesh: Any) -> str:
@@ -65,6 +66,8 @@ def line(row: Row, estimated: Cost | None) -> str:
     if row.source == "compiled" and estimated is not None and cost.total:
         off = f", estimated {estimated.total / GB:.2f}"
     how = "cached" if row.cached else f"{row.seconds:.0f} s"
+    if row.too_large:
+        how = row.source
     return (
         f"  {row.name}: peak {cost.total / GB:.2f} GB (arguments {cost.arguments / GB:.2f}, results {cost.results / GB:.2f}, "
         f"temporaries {cost.temporaries / GB:.2f}{off}) [{how}]"
@@ -148,10 +151,14 @@ def bounds_of(plan: Plan) -> dict[str, work.Bound]:
 
 def _verdict(plan: Plan) -> str:
     if plan.fits and plan.complete:
-        worst = max(plan.phases, key=lambda phase: phase.peak)
+        worst = plan.fullest
         free = (plan.usable - worst.peak) / GB
         return f"It fits: {PHASES[worst.name]} is the fullest phase and leaves {free:.1f} GB per device."
-    told = []
+    told = [
+        f"It does not fit: {row.name} is too large for the device's memory by itself, says its compiler (its figures are estimated)."
+        for row in plan.rows
+        if row.too_large
+    ]
     for phase in plan.phases:
         if phase.peak > plan.usable:
             over = (phase.peak - plan.usable) / GB
@@ -161,9 +168,7 @@ def _verdict(plan: Plan) -> str:
     device = plan.target.device
     more = (ROOMY * device.memory - plan.usable) / GB
     if told and device.platform == "gpu" and more > 1:
-        told.append(
-            f"XLA_PYTHON_CLIENT_MEM_FRACTION={ROOMY} would give programs {more:.1f} GB more."
-        )
+        told.append(f"{FRACTION}={ROOMY} would give programs {more:.1f} GB more.")
     missing = [f"{row.name} ({row.source})" for row in plan.rows if row.cost is None]
     if missing:
         told.append(f"Not complete, no figures for: {'; '.join(missing)}")
@@ -230,7 +235,7 @@ def as_json(plan: Plan, advice: list[Advice], seconds: float) -> str:
                 {"changes": dict(one.changes), "saves": one.saves, "enough": one.enough}
                 for one in advice
             ],
-            "fits": plan.fits,
+            "fits": plan.fits and plan.complete,
             "complete": plan.complete,
             "seconds": round(seconds, 1),
         }

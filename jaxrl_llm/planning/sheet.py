@@ -13,7 +13,10 @@ from jaxrl_llm.programs import Programs
 
 @dataclass
 class Row:
-    """A program of the plan. `source` is `compiled`, `estimated`, or says why there is no figure; `cost` is `None` then."""
+    """A program of the plan. `source` is `compiled`, `estimated`, or says why there is no figure; `cost` is `None` then.
+
+    `too_large`: the compiler ran out of the device's memory; `cost` is the estimate.
+    """
 
     name: str
     phase: str
@@ -24,6 +27,7 @@ class Row:
     host_arguments: int = 0
     seconds: float = 0.0
     cached: bool = False
+    too_large: bool = False
 
     @property
     def peak(self) -> int:
@@ -52,8 +56,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits the memory that programs may fill."""
-        return all(phase.peak <= self.usable for phase in self.phases)
+        """Whether every phase fits the memory that programs may fill, as far as there are figures."""
+        return not any(phase.peak > self.usable or self.refused(phase) for phase in self.phases)
+
+    @property
+    def fullest(self) -> memory.Phase:
+        """The phase that needs most: one that the compiler refused, else the one with the highest peak."""
+        return max(self.phases, key=lambda phase: (self.refused(phase), phase.peak))
+
+    def refused(self, phase: memory.Phase) -> bool:
+        """Whether a program of a phase is too large for the device's memory by itself."""
+        return any(row.too_large and row.name in phase.programs for row in self.rows)
 
     def settle(self) -> None:
         """Work out the phases from what is known of the programs."""

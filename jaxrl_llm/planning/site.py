@@ -3,7 +3,6 @@
 Left out on purpose: anything that compiles.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +15,9 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.networks import compute_dtype
 from jaxrl_llm.planning.facts import Facts
-from jaxrl_llm.planning.targets import Target
+from jaxrl_llm.planning.targets import Target, memory_share
 from jaxrl_llm.planning.topology import local_devices
 from jaxrl_llm.programs import Programs
-
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""JAX's variable for the share of a GPU's memory that it takes."""
 
 
 class NoRoom(ConfigError):
@@ -33,10 +29,7 @@ class NoRoom(ConfigError):
 
 def usable_memory(target: Target) -> int:
     """Bytes of a device that programs can fill; on GPUs the environment may say another share than JAX's default."""
-    share = target.device.usable
-    if target.device.platform == "gpu":
-        share = float(os.environ.get(FRACTION) or share)
-    return int(target.device.memory * share)
+    return int(target.device.memory * memory_share(target.device))
 
 
 def prompts_per_host(config: Config, target: Target) -> int:

@@ -6,10 +6,12 @@ Left out on purpose: partitioned devices, pods with broken links, and hosts with
 """
 
 import math
+import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.checks import divided, mesh_shape
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import ConfigError
 
@@ -38,7 +40,7 @@ class Device:
 
 # NVIDIA: data sheets of A100 80GB SXM, H100 SXM5, H200 SXM, HGX B200 (memory bandwidth; NVLink, half of the two-way figure), CUDA
 # programming guide, table of compute capabilities (cores, shared memory, registers); one 400 Gb/s network port per GPU as in DGX
-# H100/H200/B200 (200 Gb/s in DGX A100). JAX takes 75 % of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+# H100/H200/B200 (200 Gb/s in DGX A100). JAX takes 75 % of a GPU's memory unless XLA_CLIENT_MEM_FRACTION says otherwise.
 # Google Cloud TPU system architecture pages: HBM, its bandwidth, inter-chip interconnect per chip (one way, all links together),
 # data-centre network shared by a host's chips.
 GPU = {
@@ -54,6 +56,8 @@ GPU = {
 }
 GPU_SHARE = 0.75
 TPU_SHARE = 0.976
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""JAX's variable for the share of a GPU's memory that it takes, and its deprecated name."""
 
 
 def _gpu(
@@ -133,6 +137,10 @@ WORDS = re.compile(r"(?P<name>[a-z]\w*):(?P<grid>\d+(?:x\d+)*)(?:\*(?P<slices>\d
 TORUS = {"v5e": 2, "v6e": 2, "v5p": 3}
 """Axes of a TPU's torus."""
 CHIPS_PER_HOST = 4
+"""Hosts of a slice have 2x2 chips."""
+LEAST = {"v5e": (2, 2), "v6e": (2, 2), "v5p": (2, 2, 1)}
+SINGLE, SINGLES = (1, 1), ("v5e", "v6e")
+"""One chip alone, and the devices that are rented so."""
 
 
 def parse(text: str) -> Target:
@@ -155,6 +163,14 @@ def parse(text: str) -> Target:
             f"--hardware: got {text!r}, need {TORUS[device.name]} sizes for {device.name}, as in "
             f"{device.name}:{'x'.join('2' * TORUS[device.name])}"
         )
+    single = sizes == SINGLE and device.name in SINGLES
+    if not single and any(size % 2 for size in sizes[:2]):
+        least = "x".join(map(str, LEAST[device.name]))
+        alone = f", or {device.name}:1x1 for one chip" if device.name in SINGLES else ""
+        raise ConfigError(
+            f"--hardware: got {text!r}, but no slice has this shape: need even sizes on the first two axes, because a host has 2x2 "
+            f"chips; as in {device.name}:{least}{alone}"
+        )
     chips = math.prod(sizes)
     hosts = -(-chips // CHIPS_PER_HOST)
     return Target(device, chips * slices, hosts * slices, sizes, slices)
@@ -174,8 +190,37 @@ def _names(platform: str) -> str:
     return ", ".join(name for name, device in DEVICES.items() if device.platform == platform)
 
 
-def on_target(config: Config, target: Target) -> Config:
-    """The settings with the target's hosts and devices in place of those that a run would insist on."""
+def misfits(config: Config, target: Target) -> list[str]:
+    """What the division over the target's hosts, a process on each, forbids of settings that its device count allows."""
+    if target.hosts == 1:
+        return []
+    shape = mesh_shape(config, target.count)
+    return list(divided(config, shape, target.hosts, target.count // target.hosts))
+
+
+def memory_share(device: Device) -> float:
+    """The share of a device's memory that programs may fill; on GPUs the environment may say another than JAX's default.
+
+    `ConfigError` where it says what JAX would refuse, or both names at once.
+    """
+    said = {name: os.environ[name] for name in (FRACTION, OLD_FRACTION) if os.environ.get(name)}
+    if device.platform != "gpu" or not said:
+        return device.usable
+    if len(said) == 2:
+        raise ConfigError(
+            f"{FRACTION} and {OLD_FRACTION} are both set, need one of them; unset the latter, it is deprecated"
+        )
+    ((name, text),) = said.items()
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ConfigError(f"{name}: got {text!r}, need a number above 0, at most 1; as in 0.9")
+    return share
+
+
+def expected(target: Target) -> dict[str, str]:
+    """The settings that name the target's hosts and devices, in place of those that a run would insist on."""
     per_host = target.count // target.hosts
-    trainer = replace(config.trainer, nnodes=target.hosts, n_devices_per_node=per_host)
-    return replace(config, trainer=trainer)
+    return {"trainer.nnodes": str(target.hosts), "trainer.n_devices_per_node": str(per_host)}

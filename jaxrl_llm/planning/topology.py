@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.errors import ConfigError
-from jaxrl_llm.planning.targets import GPUS_PER_HOST, Target
+from jaxrl_llm.planning.targets import GPUS_PER_HOST, SINGLE, Target
 
 EXTRAS = {"gpu": "plan-gpu", "tpu": "plan-tpu"}
 COMPILERS = {"gpu": "jax_plugins.xla_cuda12", "tpu": "libtpu"}
@@ -65,7 +65,9 @@ def devices(target: Target) -> list[Any]:
             target_config=_gpu_text(target),
         ).devices
     else:
-        options = {"num_slices": target.slices} if target.slices > 1 else {}
+        options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+        if target.grid == SINGLE:
+            options["chips_per_host_bounds"] = [1, 1, 1]
         torus = "x".join(map(str, target.grid))
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{target.device.name}:{torus}", **options

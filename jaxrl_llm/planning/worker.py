@@ -11,11 +11,25 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import from_dict
 from jaxrl_llm.planning import facts, hlo, lower, site, targets, topology
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "arguments": int,
+    "results": int,
+    "temporaries": int,
+    "host_arguments": int,
+    "abroad": float,
+    "seconds": float,
+    "cpu_seconds": float,
+    "digest": str,
+}
+"""What a file of the cache holds besides `sent`."""
 
 
 def analysis(
@@ -26,9 +40,8 @@ def analysis(
     lowered = lowering.lower()
     digest = _digest(lowered.as_text(), lowering, target)
     kept = cache / f"{digest}.json" if cache else None
-    if kept is not None and kept.is_file():
-        with contextlib.suppress(ValueError, OSError):
-            return json.loads(kept.read_text()) | {"cached": True}
+    if kept is not None and (known := _remembered(kept)):
+        return known | {"cached": True}
     compiled = lowered.compile()
     found: dict[str, Any] = _memory(compiled.memory_analysis())
     per_node = target.count // (target.hosts if not target.grid else target.slices)
@@ -43,17 +56,30 @@ def analysis(
         "digest": digest,
     }
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        aside = kept.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(found))
-        os.replace(aside, kept)
+        with contextlib.suppress(OSError):  # figures that cannot be kept are still figures
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            aside = kept.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps(found))
+            os.replace(aside, kept)
     return found | {"cached": False}
 
 
+def _remembered(kept: Path) -> dict[str, Any] | None:
+    """An analysis from the cache; `None` where there is none, or a file that is torn or somebody else's."""
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError
+    ):
+        found = json.loads(kept.read_text())
+        sent = {str(name): float(size) for name, size in found["sent"].items()}
+        return {name: kind(found[name]) for name, kind in KEPT.items()} | {"sent": sent}
+    return None
+
+
 def _digest(text: str, lowering: lower.Lowering, target: targets.Target) -> str:
-    """What decides the analysis: the program's text, the compiler, the device, and the planned runs of open loops."""
+    """What decides the analysis: the program's text, the compiler and its flags, the device, and the planned runs of open loops."""
     compiler = [_version(name) for name in ("jax", "jaxlib", "jax-cuda12-plugin", "libtpu")]
-    known = [repr(target), str(lowering.runs), os.environ.get("XLA_FLAGS", ""), *compiler]
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    known = [repr(target), str(lowering.runs), *flags, *compiler]
     return hashlib.sha256("\n".join([text, *known]).encode()).hexdigest()[:32]
 
 

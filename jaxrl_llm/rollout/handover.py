@@ -54,8 +54,14 @@ def make_handover(
     result = jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, _read_as(path, leaf, dtype)), abstract
     )
-    target = sharding.param_shardings(there, dims, result)
-    own = sharding.param_shardings(rollout_mesh, dims, result)
+    try:
+        target = sharding.param_shardings(there, dims, result)
+        own = sharding.param_shardings(rollout_mesh, dims, result)
+    except ConfigError as problem:
+        name = "rollout.tensor_model_parallel_size"
+        raise ConfigError(
+            [text.replace("mesh.tensor", name) for text in problem.problems]
+        ) from None
     stays = jax.tree.map(
         lambda old, new, here, where: old.dtype == new.dtype and here.is_equivalent_to(where, old.ndim),
         abstract, result, source, target,

@@ -82,6 +82,14 @@ def columns(needed: int, limit: int) -> int:
     return min(room, limit)
 
 
+def previous_columns(limit: int) -> int:
+    """Own columns from which a lane grows to the last ones, or 0 where it has them from the start."""
+    room = FIRST_COLUMNS
+    while room * 2 < limit:
+        room *= 2
+    return room if room < limit else 0
+
+
 @dataclass
 class Schedule:
     """The queue and what the lanes run: `rows [B]` is the sample in each lane, -1 where it is free.

@@ -42,9 +42,10 @@ def policy(trained):
     return saver.restore(networks.abstract_state(parts))[1].actor.trainable
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [1, 3, 8])
 def test_an_exported_policy_is_the_policy(trained, policy, count, tmp_path, capfd):
-    """The mesh of the run plays no part: a run of one device is exported on eight."""
+    """The mesh of the run plays no part: a run of one device is exported on eight, and on three, of which the width of
+    64 leaves two."""
     before = rig.everything(trained)
     assert exported(f"--run_dir={trained}", f"--to={tmp_path}/hf", count=count) == 0
     assert f"step 2 -> {tmp_path}/hf" in capfd.readouterr().out

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxrl_llm.commands import plan
-from jaxrl_llm.planning import crew, topology
+from jaxrl_llm.planning import crew, targets, topology
 from tests import rig
 
 REFERENCE = f"--config={rig.ROOT / 'configs' / 'grpo_deepseek7b.py'}"
@@ -23,6 +23,8 @@ def planned(*words):
 def kept_environment(monkeypatch):
     """The command sets variables for itself and its children; the suite keeps its own."""
     monkeypatch.setattr(crew, "environment", lambda platform: {})
+    for name in (targets.FRACTION, targets.OLD_FRACTION):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_an_estimate_says_what_fits(capsys):
@@ -46,7 +48,7 @@ def test_what_does_not_fit_is_exit_1_with_advice(capsys):
     out = capsys.readouterr().out
     assert "It does not fit: rollout needs" in out
     assert "--actor.optimizer_offload=true  saves 6.9 GB" in out
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 would give programs 14.4 GB more" in out
+    assert "XLA_CLIENT_MEM_FRACTION=0.92 would give programs 14.4 GB more" in out
 
 
 def test_json_is_one_object_on_standard_output(capsys):
@@ -79,6 +81,9 @@ def test_files_that_are_here_are_read(capsys):
         ([QUICK, "--hardware=h100:8", "--rollout.n=1"], "rollout.n = 1"),
         ([QUICK, "--hardware=h100:8", "--estimat"], "--estimat: needs a value"),
         ([QUICK, "--hardware=h100:8", "--rollout.tensor_model_parallel_size=3"], "does not divide 8"),
+        ([REFERENCE, "--hardware=h100:64", "--data.train_batch_size=100", "--actor.ppo_mini_batch_size=100"], "do not divide over 8 processes"),
+        ([REFERENCE, "--hardware=h100:64", "--mesh.tensor=16"], "tensor 16 = 16 devices, but each of the 8 processes has 8"),
+        ([QUICK, "--hardware=v5e:3x3"], "no slice has this shape"),
         ([QUICK, "--hardware=h100:8", "--model.path=no/such-model", "--estimate"], "not a model whose architecture is known"),
     ],
 )  # fmt: skip
@@ -86,6 +91,29 @@ def test_bad_words_are_told_together_and_exit_64(words, told, capsys, monkeypatc
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert planned(*words) == 64
     assert told in capsys.readouterr().err
+
+
+def test_the_targets_hosts_stand_in_for_those_of_the_settings(capsys):
+    """The config is for one node of eight devices."""
+    words = ["--mesh.data=8", "--mesh.fsdp=8", "--rollout.max_num_seqs=64"]
+    assert planned(REFERENCE, "--hardware=h100:64", "--estimate", *words) == 0
+    assert "training mesh data 8 x fsdp 8" in capsys.readouterr().out
+
+
+def test_a_share_of_memory_that_is_no_number_is_exit_64(capsys, monkeypatch):
+    monkeypatch.setenv(targets.OLD_FRACTION, "90%")
+    assert planned(REFERENCE, "--hardware=h100:8", "--estimate") == 64
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION: got '90%'" in capsys.readouterr().err
+
+
+def test_no_room_at_all_is_one_object_too(capsys):
+    words = ["--hardware=v5e:4x4", "--rollout.gpu_memory_utilization=0.3", "--estimate"]
+    assert planned(REFERENCE, *words, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    (problem,) = found.pop("problems")
+    assert found == {"fits": False, "complete": False} and problem
+    assert planned(REFERENCE, *words) == 1
+    assert problem in capsys.readouterr().err
 
 
 def test_settings_and_hardware_are_refused_together(capsys):
@@ -106,14 +134,14 @@ def test_help_names_hardware_and_exit_codes(capsys):
     assert "a100, h100, h200, b200" in out and "v5e, v5p, v6e" in out and "1: it does not" in out
 
 
-def answers(monkeypatch, missing=()):
-    """A crew whose children compile nothing: each program takes 1 GB, some never finish."""
+def answers(monkeypatch, missing=(), why="not finished after 600 seconds"):
+    """A crew whose children compile nothing: each program takes 1 GB, some have no figures."""
 
     def compile_all(order, names, platform, *, jobs, limit, tell):
         for name in names:
             size = {"arguments": 10**9, "results": 0, "temporaries": 0, "host_arguments": 0}
             done = {"sent": {}, "abroad": 0.0, "seconds": 1.0, "cached": False}
-            gone = {"error": "not finished after 600 seconds"}
+            gone = {"error": why}
             tell({"name": name} | (gone if name in missing else size | done))
 
     monkeypatch.setattr(crew, "compile_all", compile_all)
@@ -134,6 +162,31 @@ def test_an_unfinished_program_makes_the_plan_partial(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "Not complete, no figures for: actor update (not finished after 600 seconds)" in out
     assert "What frees memory" not in out
+
+
+def test_json_of_a_partial_plan_does_not_say_that_it_fits(capsys, monkeypatch):
+    answers(monkeypatch, missing=("actor update",))
+    assert planned(REFERENCE, "--hardware=h100:8", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and not found["complete"] and found["advice"] == []
+
+
+@pytest.mark.parametrize("name", ["actor update", "weight hand-over"])
+def test_a_program_that_its_compiler_finds_too_large_does_not_fit(name, capsys, monkeypatch):
+    why = "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm\nAllocations"
+    answers(monkeypatch, missing=(name,), why=why)
+    assert planned(REFERENCE, "--hardware=h100:8", "--json") == 1
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    row = next(row for row in found["programs"] if row["name"] == name)
+    assert row["source"].startswith("estimated; too large for its compiler: JaxRuntimeError")
+    assert "Allocations" not in row["source"] and row["bytes"]["peak"] > 1.1e9
+    assert found["complete"] and not found["fits"]
+    assert found["advice"] and not any(one["enough"] for one in found["advice"])
+    assert f"{name}: peak" in told.err and "[estimated; too large" in told.err
+    assert planned(REFERENCE, "--hardware=h100:8") == 1
+    out = capsys.readouterr().out
+    assert f"It does not fit: {name} is too large" in out and "What frees memory" in out
 
 
 def test_a_config_error_costs_no_jax():

@@ -11,9 +11,10 @@ from tests import rig
 def settings(file: str, overrides: dict[str, Any], target: targets.Target) -> Any:
     """The settings of a config file for a target."""
     pairs = [(name, str(value)) for name, value in overrides.items()]
+    pairs += targets.expected(target).items()
     config, problems = override_all(load(str(rig.ROOT / "configs" / f"{file}.py")), pairs)
     assert not problems, problems
-    return targets.on_target(resolve(config, "rig"), target)
+    return resolve(config, "rig")
 
 
 @cache

@@ -1,6 +1,9 @@
 """Child processes that compile: a queue, time-outs, deaths; and what a worker answers about a program."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -69,6 +72,39 @@ def test_a_child_that_cannot_start_fails_every_program(asked):
     ] * 2
 
 
+INTERRUPTED = """
+import sys
+from jaxrl_llm.planning import crew
+child = "import os, sys, time; sys.stdin.readline(); print('{\\"ready\\": []}', flush=True)"
+child += f"; open({sys.argv[1]!r}, 'a').write(f'{os.getpid()} '); time.sleep(300)"
+crew.COMMAND = [sys.executable, "-c", child]
+try:
+    crew.compile_all({}, ["a", "b", "c"], "gpu", jobs=2, limit=250.0, tell=print)
+except KeyboardInterrupt:
+    sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_children_end_with_a_parent_that_is_asked_to_stop(number, tmp_path):
+    pids = tmp_path / "pids"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(pids)], cwd=rig.ROOT, stdout=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.send_signal(number)
+    said, _ = parent.communicate(timeout=30)
+    assert parent.returncode == 75 and said == b"", "no failures are told, no child is started anew"
+    found = pids.read_text().split()
+    assert len(found) == 2
+    for pid in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
 def test_the_environment_is_set_for_compilers_that_have_no_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     made = crew.environment("gpu")
@@ -100,3 +136,44 @@ def test_a_program_is_measured_once_and_then_remembered(score, tmp_path):
     assert not other["cached"], "another device is another compilation"
     kept.write_text("{")
     assert not worker.analysis(score, target, tmp_path)["cached"], "a torn file is no answer"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: [found],
+        lambda found: None,
+        lambda found: {"temporaries": 42},
+        lambda found: found | {"temporaries": None},
+        lambda found: found | {"arguments": float("inf")},
+        lambda found: found | {"sent": [1]},
+    ],
+)
+def test_a_file_that_is_no_analysis_is_not_remembered(change, tmp_path):
+    sizes = dict.fromkeys(("arguments", "results", "temporaries", "host_arguments"), 1)
+    rest = {"sent": {"all-gather": 2.0}, "abroad": 0.0, "seconds": 1.0, "cpu_seconds": 1.0}
+    found = {**sizes, **rest, "digest": "d"}
+    kept = tmp_path / "one.json"
+    kept.write_text(json.dumps(found))
+    assert worker._remembered(kept) == found
+    kept.write_text(json.dumps(change(found)))
+    assert worker._remembered(kept) is None
+    assert worker._remembered(tmp_path / "none.json") is None
+
+
+def test_a_cache_that_cannot_be_written_loses_no_figures(score, tmp_path):
+    (tmp_path / "file").write_text("")
+    found = worker.analysis(score, targets.parse("h100:1"), tmp_path / "file")
+    assert found["temporaries"] > 0 and not found["cached"]
+
+
+def test_other_flags_are_another_compilation(score, monkeypatch):
+    def digest():
+        return worker._digest("text", score, targets.parse("v6e:4x4"))
+
+    before = digest()
+    assert digest() == before
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.setenv(name, "--xla_something=1")
+        assert digest() != before
+        monkeypatch.delenv(name)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxrl_llm import hardware
-from jaxrl_llm.config import load, resolve
+from jaxrl_llm.config import load, override_all, resolve
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.planning import targets
 from tests import rig
@@ -21,6 +21,10 @@ from tests import rig
         ("v6e:4x4", 16, 4, 1),
         ("v5e:2x2", 4, 1, 1),
         ("v5p:2x2x2*4", 32, 8, 4),
+        ("v5e:1x1", 1, 1, 1),
+        ("v6e:1x1", 1, 1, 1),
+        ("v5e:2x4", 8, 2, 1),
+        ("v5p:2x2x3", 12, 3, 1),
     ],
 )
 def test_a_target_is_so_many_devices_on_so_many_hosts(text, count, hosts, slices):
@@ -41,6 +45,10 @@ def test_a_target_is_so_many_devices_on_so_many_hosts(text, count, hosts, slices
         ("v5p:4x4", "need 3 sizes for v5p, as in v5p:2x2x2"),
         ("v6e:2x2x2", "need 2 sizes for v6e, as in v6e:2x2"),
         ("", "need NAME:COUNT"),
+        ("v5e:3x3", "no slice has this shape: need even sizes on the first two axes"),
+        ("v5e:1x2", "as in v5e:2x2, or v5e:1x1 for one chip"),
+        ("v5p:3x1x1", "as in v5p:2x2x1"),
+        ("v5p:1x1x1", "no slice has this shape"),
     ],
 )
 def test_other_words_are_refused_with_the_way_to_write_them(text, told):
@@ -58,5 +66,44 @@ def test_every_device_has_a_peak_rate_and_sane_facts():
 
 
 def test_the_settings_take_the_targets_hosts():
-    config = targets.on_target(resolve(load(str(rig.CONFIG))), targets.parse("h100:64"))
-    assert (config.trainer.nnodes, config.trainer.n_devices_per_node) == (8, 8)
+    pairs = list(targets.expected(targets.parse("h100:64")).items())
+    config, problems = override_all(load(str(rig.CONFIG)), pairs)
+    assert (config.trainer.nnodes, config.trainer.n_devices_per_node, problems) == (8, 8, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"data.train_batch_size": "100"}, "100 prompts do not divide over 8 processes"),
+        ({"data.train_batch_size": "4"}, "4 prompts do not divide over 8 processes"),
+        ({"mesh.tensor": "16"}, "16 devices, but each of the 8 processes has 8"),
+        ({"rollout.tensor_model_parallel_size": "16"}, "does not divide the 8 devices of a process"),
+    ],
+)  # fmt: skip
+def test_what_processes_would_refuse_is_a_misfit(settings, told):
+    fits = {"data.train_batch_size": "64"}
+    config, _ = override_all(load(str(rig.CONFIG)), list((fits | settings).items()))
+    (problem,) = targets.misfits(resolve(config), targets.parse("h100:64"))
+    assert told in problem
+    assert targets.misfits(resolve(config), targets.parse("h100:8")) == []
+
+
+@pytest.mark.parametrize("name", [targets.FRACTION, targets.OLD_FRACTION])
+def test_the_environment_says_the_share_of_a_gpus_memory(name, monkeypatch):
+    for other in (targets.FRACTION, targets.OLD_FRACTION):
+        monkeypatch.delenv(other, raising=False)
+    gpu, tpu = targets.DEVICES["h100"], targets.DEVICES["v6e"]
+    assert targets.memory_share(gpu) == 0.75
+    monkeypatch.setenv(name, "0.9")
+    assert targets.memory_share(gpu) == 0.9 and targets.memory_share(tpu) == 0.976
+    for text in ("90%", "nan", "0", "-0.5", "1.5"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"{name}: got '{text}', need a number above 0"):
+            targets.memory_share(gpu)
+
+
+def test_both_names_of_the_share_are_refused_as_jax_refuses_them(monkeypatch):
+    monkeypatch.setenv(targets.FRACTION, "0.9")
+    monkeypatch.setenv(targets.OLD_FRACTION, "0.9")
+    with pytest.raises(ConfigError, match="are both set, need one of them"):
+        targets.memory_share(targets.DEVICES["h100"])

@@ -144,6 +144,16 @@ def test_columns_double_up_to_the_limit(needed, limit, expected):
     assert queue.columns(needed, limit) == expected
 
 
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(1024, 512), (1100, 1024), (1000, 512), (65, 64), (64, 0), (10, 0)]
+)
+def test_the_last_growth_starts_from_the_columns_before(limit, expected):
+    assert queue.previous_columns(limit) == expected
+    if expected:
+        assert queue.columns(expected, limit) == expected
+        assert queue.columns(expected + 1, limit) == limit
+
+
 # Several shards ----------------------------------------------------------------------------------------------------------
 
 
