@@ -102,9 +102,6 @@ def compile_all(
             with lock:
                 for child in children:
                     child.kill()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join(5)
     return answers
 
 
@@ -192,13 +189,13 @@ class _Child:
         return f"the compiling process ended with code {code}: {last[0][:500]}"
 
     def kill(self) -> None:
-        """End the child; who waits for it hears so."""
+        """End the child; who waits for its answer hears so."""
         self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         """End the child and the line to it."""
-        self._process.kill()
-        self._process.wait()
+        self.kill()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):

@@ -18,7 +18,6 @@ from typing import Any
 from jaxrl_llm.config import from_dict
 from jaxrl_llm.planning import facts, hlo, lower, site, targets, topology
 
-
 KEPT: dict[str, Callable[[Any], Any]] = {
     "arguments": int,
     "results": int,

@@ -81,7 +81,7 @@ def test_files_that_are_here_are_read(capsys):
         ([QUICK, "--hardware=h100:8", "--rollout.n=1"], "rollout.n = 1"),
         ([QUICK, "--hardware=h100:8", "--estimat"], "--estimat: needs a value"),
         ([QUICK, "--hardware=h100:8", "--rollout.tensor_model_parallel_size=3"], "does not divide 8"),
-        ([REFERENCE, "--hardware=h100:64", "--data.train_batch_size=100", "--actor.ppo_mini_batch_size=100"], "do not divide over 8 processes"),
+        ([REFERENCE, "--hardware=h100:64", "--data.train_batch_size=100", "--actor.ppo_mini_batch_size=100", "--rollout.n=16"], "do not divide over 8 processes"),
         ([REFERENCE, "--hardware=h100:64", "--mesh.tensor=16"], "tensor 16 = 16 devices, but each of the 8 processes has 8"),
         ([QUICK, "--hardware=v5e:3x3"], "no slice has this shape"),
         ([QUICK, "--hardware=h100:8", "--model.path=no/such-model", "--estimate"], "not a model whose architecture is known"),

@@ -61,6 +61,12 @@ def test_weights_are_not_split_over_more_devices_than_a_host_has():
         rig.sketched("ppo_deepseek7b", "v6e:4x4", (("rollout.tensor_model_parallel_size", 8),))
 
 
+def test_what_processes_would_refuse_is_no_advice():
+    _, plan = rig.sketched("grpo_deepseek7b", "h100:64")
+    assert advice._changed(plan.config, (("mesh.tensor", "8"),), plan.target) is not None
+    assert advice._changed(plan.config, (("mesh.tensor", "16"),), plan.target) is None
+
+
 # Work and time ---------------------------------------------------------------------------------------------------------
 
 

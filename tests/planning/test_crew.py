@@ -72,12 +72,17 @@ def test_a_child_that_cannot_start_fails_every_program(asked):
     ] * 2
 
 
+SLEEPS = """
+import os, sys, time
+sys.stdin.readline()
+print('{"ready": []}', flush=True)
+open(sys.argv[1], "a").write(f"{os.getpid()} ")
+time.sleep(300)
+"""
 INTERRUPTED = """
 import sys
 from jaxrl_llm.planning import crew
-child = "import os, sys, time; sys.stdin.readline(); print('{\\"ready\\": []}', flush=True)"
-child += f"; open({sys.argv[1]!r}, 'a').write(f'{os.getpid()} '); time.sleep(300)"
-crew.COMMAND = [sys.executable, "-c", child]
+crew.COMMAND = [sys.executable, "-c", *sys.argv[1:]]
 try:
     crew.compile_all({}, ["a", "b", "c"], "gpu", jobs=2, limit=250.0, tell=print)
 except KeyboardInterrupt:
@@ -89,7 +94,9 @@ except KeyboardInterrupt:
 def test_children_end_with_a_parent_that_is_asked_to_stop(number, tmp_path):
     pids = tmp_path / "pids"
     parent = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(pids)], cwd=rig.ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", INTERRUPTED, SLEEPS, str(pids)],
+        cwd=rig.ROOT,
+        stdout=subprocess.PIPE,
     )
     deadline = time.monotonic() + 60
     while not pids.exists() or len(pids.read_text().split()) < 2:

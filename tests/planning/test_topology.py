@@ -1,8 +1,10 @@
 """Devices that are not there."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
+from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm import sharding
@@ -34,6 +36,27 @@ def test_a_missing_compiler_is_one_line_that_names_the_extra(name, extra, monkey
         (told,) = caught.value.problems
         assert f"pip install 'jaxrl_llm[{extra}]'" in told and "--estimate" in told
     assert caught.value.exit_code == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("v5e:1x1", {"chips_per_host_bounds": [1, 1, 1]}),
+        ("v5e:2x2", {}),
+        ("v5p:2x2x1*2", {"num_slices": 2}),
+    ],
+)
+def test_the_compiler_for_tpus_is_asked_for_the_slice(name, options, monkeypatch):
+    target, asked = targets.parse(name), {}
+
+    def describe(**words):
+        asked.update(words)
+        return SimpleNamespace(devices=[None] * target.count)
+
+    monkeypatch.setattr(topology, "check_compiler", lambda target: None)
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    assert len(topology.devices(target)) == target.count
+    assert asked == {"platform": "tpu", "topology_name": name.partition("*")[0]} | options
 
 
 def test_xlas_description_of_a_gpu_names_what_it_needs():
