@@ -62,11 +62,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Graded:
-    """A finished rollout of all processes with its grades, row by row; no grades where logits were not finite."""
+    """A finished rollout of all processes with its grades, row by row, and how long the slowest decoded; no grades where logits were not
+    finite."""
 
     rollout: Rollout
     grades: list[Grade]
     stats: Stats
+    seconds: float
 
     def texts(self, parts: Parts, rows: Sequence[int]) -> list[str]:
         """The responses of some rows."""
@@ -104,7 +106,7 @@ def _attempt(
     _tell_first_failure(run, graded.grades)
     scores = np.array([grade.score for grade in graded.grades], np.float64)
     row = report.rollout_row(parts, graded.rollout, graded.grades, scores)
-    row |= report.engine_row(graded.stats, phases.row().get("timing_s/gen", 0.0), parts.mesh.size)
+    row |= report.engine_row(graded.stats, graded.seconds, parts.mesh.size)
     count = min(max(config.trainer.log_completions_count, EXAMPLES), len(prompts))
     shown = graded.texts(parts, range(0, count * config.rollout.n, config.rollout.n))
     run.samples = report.samples(prompts, shown, scores, config.rollout.n)
@@ -231,18 +233,20 @@ def _joined(
             "failure": failures[0] if failures else None,
             "parts": list(dict.fromkeys(name for grade in grades for name in grade.parts)),
             "stats": vars(stats) if stats else {},
+            "seconds": run.phases.row().get("timing_s/gen", 0.0),
         },
     )
     if any(said["stopped"] for said in told) or rollout is None:
         raise runtime.StopRequested
     costs = exchange.all_stats([Stats(**said["stats"]) for said in told])
+    seconds = max(said["seconds"] for said in told)
     bad = sum(said["bad"] for said in told)
     if bad:
-        return Graded(replace(rollout, bad=bad), [], costs)
+        return Graded(replace(rollout, bad=bad), [], costs, seconds)
     heard = [said["failure"] for said in told]
     names = dict.fromkeys([*run.grader.names, *(name for said in told for name in said["parts"])])
     rollout, grades = exchange.all_rows(rollout, grades, tuple(names), heard, len(prompts))
-    return Graded(rollout, grades, costs)
+    return Graded(rollout, grades, costs, seconds)
 
 
 def _sample_share(

@@ -8,10 +8,12 @@ from jaxrl_llm import cli
 from jaxrl_llm.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, ConfigError, RunError
 
 OUT_OF_MEMORY = """Out of device memory (the sizes stand in the message above). What to turn, in this order:
-  in an update:   actor.ppo_micro_batch_size_per_device (and the critic's) down, model.enable_gradient_checkpointing on
+  in an update:   actor.ppo_micro_batch_size_per_device (and the critic's) down, model.enable_gradient_checkpointing=full,
+                  actor.grad_accumulation_dtype=bfloat16
   while scoring:  rollout.log_prob_micro_batch_size_per_device and ref.log_prob_micro_batch_size_per_device down
-  while decoding: rollout.max_num_seqs or gpu_memory_utilization down, rollout.tensor_model_parallel_size up
-  anywhere:       mesh.fsdp up, data.max_response_length down. Finished checkpoints are untouched; the same command continues."""
+  while decoding: rollout.max_num_seqs or gpu_memory_utilization down, rollout.tensor_model_parallel_size up,
+                  actor.optimizer_offload and param_offload (and the critic's) on
+  anywhere:       mesh.fsdp up, data.max_response_length down; python -m jaxrl_llm plan says what each would free. Finished checkpoints are untouched; the same command continues."""
 
 
 def run(words: list[str], prog: str) -> int:
@@ -41,6 +43,8 @@ def guarded(action) -> int:  # type: ignore[no-untyped-def]
         return int(action() or 0)
     except RunError as problem:
         print(problem.report(), file=sys.stderr, flush=True)
+        if "RESOURCE_EXHAUSTED" in str(problem):
+            print(OUT_OF_MEMORY, file=sys.stderr, flush=True)
         return problem.exit_code
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr, flush=True)

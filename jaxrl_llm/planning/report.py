@@ -85,19 +85,36 @@ def body(plan: Plan, advice: list[Advice], seconds: float) -> str:
 
 def _programs(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = [
-        ("program", "peak GB", "TFLOP", "sends GB", "crosses hosts", "runs", "from")
+        ("program", "peak GB", "TFLOP", "sends GB", "crosses hosts", "runs", "from", "sent by")
     ]
     for row in plan.rows:
         peak = f"{row.peak / GB:.2f}" if row.cost else "-"
         sends = f"{row.traffic.total / GB:.1f}"
         abroad = f"{row.traffic.abroad / GB:.1f}"
         spent = f"{row.work.flops / 1e12:,.1f}"
-        rows.append((row.name, peak, spent, sends, abroad, str(row.work.calls), row.source[:60]))
+        rows.append(
+            (
+                row.name,
+                peak,
+                spent,
+                sends,
+                abroad,
+                str(row.work.calls),
+                row.source[:60],
+                _kinds(row),
+            )
+        )
     note = (
         "per device (the busiest); of the engine's programs the largest of each kind; TFLOP of a step's matrix products; sends: one run, loops "
         "multiplied out (micro-batches and decode steps as planned)"
     )
     return _table(rows) + "\n" + note
+
+
+def _kinds(row: Row) -> str:
+    """Collectives and the GB that each sends, the largest first; what is less than 0.05 is left out."""
+    sent = sorted(row.traffic.sent.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{kind} {size / GB:,.1f}" for kind, size in sent if size >= 0.05 * GB)
 
 
 def _holdings(plan: Plan) -> str:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxrl_llm.commands import train
-from jaxrl_llm.errors import ConfigError, DataError, Interrupted, TrainingStopped
+from jaxrl_llm.errors import ConfigError, DataError, Interrupted, RunError, TrainingStopped
 from tests import rig
 
 
@@ -38,6 +38,16 @@ def test_an_internal_error_shows_its_traceback(capsys):
     assert train.guarded(lambda: [][1]) == 70
     told = capsys.readouterr().err
     assert "IndexError" in told and "internal error (exit 70)" in told
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, RunError], ids=["here", "on another process"])
+def test_a_full_device_says_what_to_turn(kind, capsys):
+    def action():
+        raise kind("RESOURCE_EXHAUSTED: 12.3 GiB")
+
+    assert train.guarded(action) == 70
+    said = capsys.readouterr().err
+    assert "12.3 GiB" in said and "rollout.max_num_seqs or gpu_memory_utilization down" in said
 
 
 def test_a_closed_pipe_is_no_traceback(capsys):
