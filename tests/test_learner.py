@@ -164,8 +164,10 @@ def test_packing_changes_no_critic_gradient(mode, way):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_do_not_depend_on_micro_batches_or_devices(mode):
+    """In `test_meshes.py` there are more meshes; a mode is a matter of denominators, which one mesh and other rows show."""
     whole, numbers = gradient(tiny.mesh(), mode)
-    for mesh, micro in ((tiny.mesh(), 5), (tiny.mesh(data=8), 1), (tiny.mesh(fsdp=4, tensor=2), 2)):
+    ways = [(tiny.mesh(fsdp=4, tensor=2), 2), (tiny.mesh(), 5), (tiny.mesh(data=8), 1)]
+    for mesh, micro in ways if mode == "prompt-mean" else ways[:1]:
         other, others = gradient(mesh, mode, micro_rows=micro)
         assert tiny.worst_difference(whole, other) <= 1e-5
         for name in ("pg_loss", "kl_loss", "entropy", "ppo_kl", "pg_clipfrac"):
@@ -175,9 +177,9 @@ def test_gradients_do_not_depend_on_micro_batches_or_devices(mode):
 @pytest.mark.parametrize("mode", ("token-mean", "seq-mean-token-mean", "prompt-mean"))
 def test_critic_gradients_do_not_depend_on_micro_batches_or_devices(mode):
     whole, _ = gradient(tiny.mesh(), mode, critic=True)
-    for mesh, micro in ((tiny.mesh(), 5), (tiny.mesh(data=2, fsdp=2, tensor=2), 2)):
-        other, _ = gradient(mesh, mode, critic=True, micro_rows=micro)
-        assert tiny.worst_difference(whole, other) <= 1e-5
+    mesh = tiny.mesh(data=2, fsdp=2, tensor=2)
+    other, _ = gradient(mesh, mode, critic=True, micro_rows=2)
+    assert tiny.worst_difference(whole, other) <= 1e-5
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "token-sum"])
