@@ -188,6 +188,7 @@ def test_two_processes_go_on_where_one_stopped(undisturbed, tmp_path):
     same_batches(tmp_path / "run", undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_named_and_ends_both(tmp_path):
     settings = GRPO | {"trainer.run_dir": tmp_path / "run", "distributed.watchdog_seconds": 5}
     ended = loopback.train(settings, plans={1: "before_update:4:sleep=200"})
