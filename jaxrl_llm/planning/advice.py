@@ -16,7 +16,7 @@ from jaxrl_llm.planning.targets import Target, misfits
 
 Changes = tuple[tuple[str, str], ...]
 
-LEAST = 2**20
+LEAST = 10**8
 """Savings below so many bytes are not worth a word."""
 STEPS = 4
 """Tries to find the number of slots that fits."""
