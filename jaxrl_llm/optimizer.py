@@ -83,11 +83,6 @@ class Placement:
     home: ModelState
     work: ModelState
 
-    @property
-    def moves(self) -> bool:
-        """Whether anything is kept in host memory."""
-        return bool(self.home != self.work)
-
 
 def place_state(
     optimizer: optax.GradientTransformation,

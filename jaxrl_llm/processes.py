@@ -139,11 +139,6 @@ def barrier(tag: str, limit_seconds: float = LIMIT_SECONDS) -> None:
     gather(tag, None, limit_seconds)
 
 
-def any_of(tag: str, flag: bool) -> bool:
-    """Whether the flag is up on some process."""
-    return any(gather(tag, bool(flag)))
-
-
 @dataclass
 class Pulse:
     """How far this process has come: places that every process passes in the same order, and signs of life in between."""
