@@ -55,7 +55,10 @@ def _call(address: str, port: int, count: int, seconds: float) -> None:
     deadline, present = time.monotonic() + seconds, dict[int, socket.socket]()
     wrong: str | None = None
     with server:
-        while len(present) < count - 1 and wrong is None:
+        while wrong is None:
+            _forget_the_gone(present)
+            if len(present) == count - 1:
+                break
             left = deadline - time.monotonic()
             if left <= 0:
                 wrong = _absent(count, present, seconds)
@@ -91,25 +94,30 @@ def _admit(peer: socket.socket, count: int, present: dict[int, socket.socket]) -
     except (OSError, ValueError, KeyError, TypeError, AssertionError):
         peer.close()
         return None
+    _forget_the_gone(present)
     if theirs != count or not 0 < number < count:
         problem: str | None = (
             f"distributed.num_processes: process {number} says {theirs}, process 0 says {count}, need the same everywhere; start "
             "all processes with the same number"
         )
-    elif number in present and not _gone(present[number]):
+    elif number in present:
         problem = (
             f"distributed.process_id: two processes say they are number {number} of {count}, need each number once; give them numbers "
             f"from 0 to {count - 1}"
         )
     else:
-        if number in present:
-            present.pop(number).close()
         present[number] = peer
         return None
     with suppress(OSError):
         peer.sendall(json.dumps({"problem": problem}).encode() + b"\n")
     peer.close()
     return problem
+
+
+def _forget_the_gone(present: dict[int, socket.socket]) -> None:
+    """Strike out who came and ended again: counted as here, it would be missing when all set off, and refused when it comes back."""
+    for number in [number for number, peer in present.items() if _gone(peer)]:
+        present.pop(number).close()
 
 
 def _gone(peer: socket.socket) -> bool:

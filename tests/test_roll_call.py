@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -70,36 +71,37 @@ def test_processes_that_count_differently_are_refused():
     assert "distributed.num_processes: process 1 says 3, process 0 says 2" in texts[0]
 
 
-def test_a_process_that_ended_and_came_again_is_not_counted_twice():
-    port = free_port()
-    lost = threading.Event()
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=str)
+def test_a_process_that_ended_and_came_again_is_not_counted_twice(order):
+    """Also when all others have come before it is back: whoever has ended is not here."""
+    port, results = free_port(), {}
 
     def dies():
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            try:
-                with socket.create_connection(("127.0.0.1", port), 1) as peer:
-                    peer.sendall(b'{"greeting": "jaxrl_llm", "process": 1, "count": 3}\n')
-                    time.sleep(0.3)
-                break
-            except OSError:
-                time.sleep(0.05)
-        lost.set()
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as peer:
+                peer.sendall(b'{"greeting": "jaxrl_llm", "process": 1, "count": 3}\n')
+                time.sleep(0.3)
+                return
+            time.sleep(0.05)
 
-    thread = threading.Thread(target=dies)
-    thread.start()
-    results = []
+    def comes(number, after):
+        time.sleep(after)
+        results[number] = call([number], 3, port=port)[0]
 
     def rest():
-        lost.wait(20)
-        results.extend(call([1, 2], 3, port=port))
+        dies()
+        pair = [threading.Thread(target=comes, args=(n, 0.5 * k)) for k, n in enumerate(order)]
+        for one in pair:
+            one.start()
+        for one in pair:
+            one.join(30)
 
     later = threading.Thread(target=rest)
     later.start()
     roll_call.meet(f"127.0.0.1:{port}", 0, 3, 20.0)
-    later.join(30)
-    thread.join(30)
-    assert results == [None, None]
+    later.join(60)
+    assert results == {1: None, 2: None}
 
 
 @pytest.mark.parametrize(
