@@ -133,7 +133,7 @@ POSITIVE = (
     "rollout.temperature validation.n validation.temperature "
     "validation.top_k mesh.data mesh.fsdp mesh.tensor mesh.context algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl "
     "trainer.total_epochs trainer.total_training_steps trainer.save_freq trainer.test_freq trainer.max_ckpt_to_keep "
-    "trainer.max_bad_steps trainer.log_completions_freq trainer.log_completions_count trainer.nnodes "
+    "trainer.max_bad_steps trainer.check_replicas_freq trainer.log_completions_freq trainer.log_completions_count trainer.nnodes "
     "trainer.n_devices_per_node algorithm.group_eps actor.clip_ratio critic.cliprange_value "
     "distributed.num_processes distributed.initialization_timeout distributed.heartbeat_timeout distributed.wait_timeout "
     "distributed.watchdog_seconds"

@@ -34,6 +34,7 @@ from jaxrl_llm.errors import EXIT_OK, ConfigError, DataError, Interrupted, Train
 from jaxrl_llm.plots import draw
 from jaxrl_llm.processes import Meetings
 from jaxrl_llm.records import TrainState
+from jaxrl_llm.replicas import ReplicaCheck
 from jaxrl_llm.rewards.grader import make_grader
 from jaxrl_llm.step import Run, train_step, validate
 from jaxrl_llm.watchdog import Watchdog
@@ -210,6 +211,7 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row, watchdog: Wa
     knobs = parts.config.trainer
     stream, pending = parts.stream.state(), None
     saved_step = int(state.step) if manifest else None
+    replicas = ReplicaCheck(parts, run.meet, knobs.check_replicas_freq)
     blocked = 0.0
     profiled = knobs.profile_steps if jax.process_index() == 0 else ()
     traced = metrics.Profiler(run.folder / "profile", profiled, run.progress.say)
@@ -218,6 +220,7 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row, watchdog: Wa
         say(f"trainer.profile_steps: {never} are no steps of this run (1 to {parts.total_steps})")
 
     def save(pending: Row | None = None) -> None:
+        replicas.check(state, stream)
         open_step = pending and {"row": pending, "samples": run.samples}
         run.saver.save(
             int(state.step),
@@ -231,6 +234,7 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row, watchdog: Wa
         )
 
     try:
+        replicas.check(state, stream)
         if manifest.get("pending"):
             pending, run.samples = manifest["pending"]["row"], manifest["pending"]["samples"]
             _close_step(parts, run, state, int(state.step), pending)
@@ -254,6 +258,8 @@ def _loop(parts: Parts, run: Run, state: TrainState, manifest: Row, watchdog: Wa
             fault.point("after_update", step)
             if _failed(run, run.saver.check):
                 saved_step = None
+            if replicas.due(step):
+                replicas.check(state, stream)
             if _due(knobs.save_freq, step) or step == parts.total_steps:
                 save()
                 saved_step = step

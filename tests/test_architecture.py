@@ -72,6 +72,7 @@ TABLE: dict[str, str] = {
     # the loop and what it is made of
     "runtime": "errors knobs config checks console checkpoint paths processes",
     "networks": f"{FLOOR} config checks paths tokenizer models scoring sharding optimizer learner",
+    "replicas": "errors networks processes records sharding",
     "layouts": "config learner networks packing records rollout scoring sharding",
     "programs": f"{FLOOR} config checks networks layouts learner models rollout scoring sharding",
     "assembly": f"{FLOOR} config checks summary console data rewards.table tokenizer models processes sharding checkpoint networks programs",
@@ -79,7 +80,7 @@ TABLE: dict[str, str] = {
     "step": f"{FLOOR} config assembly checkpoint console evaluation exchange fault metrics layouts packing processes report rewards rollout "
     "runtime sharding",
     "trainer": f"{FLOOR} config checks notices networks assembly checkpoint console diagnostics evaluation fault joining metrics models plots "
-    "processes report rewards runtime sharding step watchdog",
+    "processes replicas report rewards runtime sharding step watchdog",
     # plans for absent hardware
     "planning": "errors config checks paths records models packing sharding scoring networks rollout programs assembly flops hardware planning",
     # the front

@@ -376,6 +376,7 @@ PROOFS: dict[str, str | Probe] = {
     "trainer.resume_from_path": "tests/test_trainer.py::test_a_run_continues_from_a_checkpoint_elsewhere",
     "trainer.on_damaged_checkpoint": "tests/test_trainer.py::test_a_damaged_checkpoint_is_never_trained_on",
     "trainer.max_bad_steps": "tests/test_step.py::test_bad_steps_in_a_row_stop_the_run",
+    "trainer.check_replicas_freq": "tests/test_replicas.py::test_a_run_stops_before_it_saves_what_differs",
     "trainer.profile_steps": "tests/test_trainer.py::test_chosen_steps_are_traced_and_late_compilations_are_named",
     "trainer.nnodes": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",
     "trainer.n_devices_per_node": "tests/test_runtime.py::test_another_device_count_than_expected_is_refused",

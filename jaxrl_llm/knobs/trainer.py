@@ -49,6 +49,9 @@ class TrainerKnobs:
     """When the newest checkpoint fails verification: take the newest one that passes, or exit 65."""
     max_bad_steps: int = operational(5)
     """Bad steps in a row (non-finite loss, gradient, logits or rewards) after which the run stops with exit 70."""
+    check_replicas_freq: int | None = operational(50)
+    """Steps between comparisons of the trained parameters on devices that must hold the same (also at the start and before every
+    checkpoint); where they differ the run stops with exit 70. `None` never compares."""
     nnodes: int | None = operational(None)
     """Expected number of hosts; a different number is refused. `None` takes what there is."""
     n_devices_per_node: int | None = operational(None)
