@@ -1,7 +1,9 @@
 """One run per folder: a lock file with host, process id and time, that survives SIGKILL as a stale lock.
 
-Left out on purpose: leases with a heartbeat. On one machine the kernel tells whether the holder lives; for a lock of
-another machine nobody can, so a person decides.
+On one machine the kernel tells whether the holder lives. Of a holder on another machine the file's time does, which its holder
+renews: a restart elsewhere takes over what has been silent, and a holder that was only asleep ends when it finds another's name.
+
+Left out on purpose: comparing clocks. Only whether the time changes is looked at.
 """
 
 import atexit
@@ -9,28 +11,45 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.errors import ConfigError
+from jaxrl_llm.errors import EXIT_INTERNAL, ConfigError
 
 LOCK_NAME = "run.lock"
+BEAT_SECONDS = 15.0
+"""How often a holder renews the file's time."""
+SILENCE_SECONDS = 120.0
+"""How long a lock of another host must be silent before it is taken over; NFS may show a file's time a minute late."""
 
 
 class RunLock:
     """Holds a run folder for this process from construction until `release`, the end of a `with` block, or exit.
 
     The file is locked with `flock`, which the kernel drops when the holder dies, and names the holder. Raises `ConfigError`
-    (exit 64) when a living process, or a process of another host, holds the folder. A lock left by a dead process of this host
-    is taken over with one logged line. In a run of several processes only process 0 takes it: see `together.run_lock`.
+    (exit 64) when a living process holds the folder, also of another host. A lock left by a dead process of this host, or by
+    one of another host that does not renew it for `silence_seconds`, is taken over with a logged line. A process whose lock was
+    taken over (it was stopped for so long) ends with exit 70 as soon as it looks. In a run of several processes only process 0
+    takes it: see `together.run_lock`.
     """
 
-    def __init__(self, run_dir: Path, *, log: Callable[[str], None] = print):
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        log: Callable[[str], None] = print,
+        beat_seconds: float = BEAT_SECONDS,
+        silence_seconds: float = SILENCE_SECONDS,
+    ):
         self.path = Path(run_dir).absolute() / LOCK_NAME
         self._pid = os.getpid()
         self._file: int | None = None
+        self._over = threading.Event()
+        self._beat_seconds, self._silence_seconds = beat_seconds, silence_seconds
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open_and_lock()
@@ -40,17 +59,22 @@ class RunLock:
                 "choose another trainer.run_dir or fix its permissions"
             ) from error
         try:
-            self._take_over(log)
+            while not self._may_be_taken(log):
+                os.close(self._file)
+                self._file = self._open_and_lock()
+            self._sign()
         except BaseException:
             os.close(self._file)
             self._file = None
             raise
         atexit.register(self.release)
+        threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
     def release(self) -> None:
         """Give the folder back; does nothing the second time, and nothing in a forked child."""
         if self._file is None or os.getpid() != self._pid:
             return
+        self._over.set()
         self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._file = None
@@ -81,28 +105,85 @@ class RunLock:
                 pass
             os.close(handle)
 
-    def _take_over(self, log: Callable[[str], None]) -> None:
+    def _may_be_taken(self, log: Callable[[str], None]) -> bool:
+        """Whether nobody holds what is locked now; false where the file has been replaced meanwhile."""
         assert self._file is not None
         holder = _holder(self._file)
-        host = socket.gethostname()
-        if holder:
-            if holder.get("host") != host:
-                advice = f"if that process is surely dead, delete {self.path}; else stop it"
-                raise ConfigError(_refusal(self.path, holder, advice))
+        if not holder:
+            return True
+        who, host = f"process {holder.get('pid')} on {holder.get('host')}", socket.gethostname()
+        if holder.get("host") == host:
             if _same_process_lives(holder):
                 raise ConfigError(_refusal(self.path, holder, "wait for it to end, stop it"))
+            log(f"taking over the lock of {self.path.parent}: {who} is gone")
+            return True
+        if not holder.get("beat_seconds"):
+            advice = f"if that process is surely dead, delete {self.path}; else stop it"
+            raise ConfigError(_refusal(self.path, holder, advice))
+        seconds = max(self._silence_seconds, 4 * float(holder["beat_seconds"]))
+        log(
+            f"{self.path.parent} is locked by {who}: waiting up to {seconds:.0f} s for a sign of life"
+        )
+        changed = self._changes(seconds)
+        if changed == "renewed":
+            raise ConfigError(_refusal(self.path, holder, "wait for it to end, stop it"))
+        if not changed:
             log(
-                f"taking over the lock of {self.path.parent}: process {holder.get('pid')} on {host} is gone"
+                f"taking over the lock of {self.path.parent}: {who} has been silent for {seconds:.0f} s"
             )
+        return not changed
+
+    def _changes(self, seconds: float) -> str:
+        """`renewed` or `replaced`, as soon as the file is; empty where nothing happens to it for so long."""
+        assert self._file is not None
+        first, deadline = os.fstat(self._file), time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, seconds / 10))
+            try:
+                now = os.stat(self.path)
+            except FileNotFoundError:
+                return "replaced"
+            if now.st_ino != first.st_ino:
+                return "replaced"
+            if now.st_mtime_ns != first.st_mtime_ns:
+                return "renewed"
+        return ""
+
+    def _sign(self) -> None:
+        """Write this process's name into the locked file; how often it is renewed only where its time can be set."""
+        assert self._file is not None
         mine = {
-            "host": host,
+            "host": socket.gethostname(),
             "pid": self._pid,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "started": start_ticks(self._pid),
         }
+        with suppress(OSError):
+            os.utime(self.path, ns=(0, 0))
+            if os.stat(self.path).st_mtime_ns == 0:
+                mine["beat_seconds"] = self._beat_seconds
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, json.dumps(mine).encode(), 0)
         os.fsync(self._file)
+        self._mine = mine
+
+    def _renew(self) -> None:
+        """Renew the file's time until released; end the process where another one has signed the file."""
+        while not self._over.wait(self._beat_seconds):
+            with suppress(OSError, ValueError):
+                found = json.loads(self.path.read_text())
+                if found != self._mine and not self._over.is_set():
+                    self._lost(found)
+                os.utime(self.path)
+
+    def _lost(self, holder: Any) -> None:
+        text = (
+            f"run folder {self.path.parent}: taken over by {json.dumps(holder)} while this process stood still, need one run per "
+            "folder; this process ends and writes nothing more there\n"
+        )
+        with suppress(OSError):
+            os.write(2, text.encode())
+        os._exit(EXIT_INTERNAL)
 
 
 def _refusal(path: Path, holder: dict[str, Any], advice: str) -> str:

@@ -18,12 +18,13 @@ from jaxrl_llm.checkpoint import (
 from jaxrl_llm.errors import ConfigError
 
 
-def hold_lock(directory):
+def hold_lock(directory, more=""):
     program = (
         "import sys, time; from jaxrl_llm.checkpoint.lock import RunLock;"
-        f"lock = RunLock({str(directory)!r}); print('held', flush=True); time.sleep(60)"
+        f"lock = RunLock({str(directory)!r}, {more}); print('held', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline().strip() == "held"
     return process
 
@@ -93,3 +94,76 @@ def test_many_that_race_for_one_folder_get_exactly_one_lock(tmp_path):
         thread.join()
     assert len(won) == 1
     won[0].release()
+
+
+# Other hosts --------------------------------------------------------------------------------------------------------------
+
+
+ELSEWHERE = {"host": "elsewhere", "pid": 1, "time": "then", "started": "1", "beat_seconds": 0.01}
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A lock that a process of another host left, which said that it renews it."""
+    path = tmp_path / "run.lock"
+    path.write_text(json.dumps(ELSEWHERE))
+    return path
+
+
+def test_a_silent_lock_of_another_host_is_taken_over(foreign):
+    log: list[str] = []
+    begun = time.monotonic()
+    with RunLock(foreign.parent, log=log.append, silence_seconds=0.5) as lock:
+        assert time.monotonic() - begun >= 0.5
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    assert "for a sign of life" in log[0]
+    assert "process 1 on elsewhere has been silent" in log[1]
+
+
+def test_a_lock_that_is_renewed_is_respected_at_once(foreign):
+    over = threading.Event()
+
+    def renew():
+        while not over.wait(0.1):
+            os.utime(foreign)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(ConfigError, match=r"process 1 on elsewhere.*stop it"):
+            RunLock(foreign.parent, log=lambda text: None, silence_seconds=60)
+    finally:
+        over.set()
+        thread.join()
+    assert time.monotonic() - begun < 30
+    assert json.loads(foreign.read_text()) == ELSEWHERE
+
+
+def test_a_lock_that_is_given_back_while_one_waits_is_free(foreign):
+    threading.Timer(0.3, foreign.unlink).start()
+    begun = time.monotonic()
+    RunLock(foreign.parent, log=lambda text: None, silence_seconds=60).release()
+    assert time.monotonic() - begun < 30
+
+
+def test_a_holder_renews_its_lock(tmp_path):
+    with RunLock(tmp_path, beat_seconds=0.05) as lock:
+        assert json.loads(lock.path.read_text())["beat_seconds"] == 0.05
+        first = lock.path.stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while lock.path.stat().st_mtime_ns == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_holder_whose_lock_was_taken_over_ends(tmp_path):
+    holder = hold_lock(tmp_path, "beat_seconds=0.05")
+    (tmp_path / "run.lock").write_text(json.dumps(ELSEWHERE))
+    try:
+        assert holder.wait(30) == 70
+    finally:
+        holder.kill()
+    said = holder.communicate()[1]
+    assert "taken over by" in said and "elsewhere" in said
+    assert json.loads((tmp_path / "run.lock").read_text()) == ELSEWHERE
