@@ -36,6 +36,8 @@ def meet(address: str, number: int, count: int, seconds: float) -> None:
 
 def _listen(port: int) -> socket.socket:
     """A listening socket on all addresses of this host, IPv6 and IPv4 where there are both."""
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port))
     try:
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
     except OSError as problem:
@@ -59,13 +61,15 @@ def _call(address: str, port: int, count: int, seconds: float) -> None:
             _forget_the_gone(present)
             if len(present) == count - 1:
                 break
-            left = deadline - time.monotonic()
-            if left <= 0:
-                wrong = _absent(count, present, seconds)
-                break
-            server.settimeout(left)
-            with suppress(TimeoutError):
-                wrong = _admit(server.accept()[0], count, present)
+            server.settimeout(max(0.0, deadline - time.monotonic()))
+            try:
+                peer = server.accept()[0]
+            except (TimeoutError, BlockingIOError):
+                wrong = _absent(count, present, seconds)  # nor does anybody stand at the door
+            except ConnectionAbortedError:
+                continue
+            else:
+                wrong = _admit(peer, count, present)
     verdict = json.dumps({"problem": wrong}).encode() + b"\n"
     for peer in present.values():
         with suppress(OSError):
@@ -134,16 +138,19 @@ def _gone(peer: socket.socket) -> bool:
 
 
 def _answer(host: str, port: int, number: int, count: int, seconds: float) -> None:
+    """Knock until process 0 opens, then wait for its verdict as long as *its* time may last: it may have started much later."""
     deadline, last = time.monotonic() + seconds, "no answer"
     word = json.dumps({"greeting": GREETING, "process": number, "count": count}).encode() + b"\n"
-    while time.monotonic() < deadline:
+    while True:
         try:
             with socket.create_connection((host, port), max(0.1, deadline - time.monotonic())) as s:
                 s.sendall(word)
-                s.settimeout(max(0.1, deadline - time.monotonic()) + WORD_SECONDS)
+                s.settimeout(seconds + WORD_SECONDS)
                 verdict = json.loads(s.makefile("rb").readline(LINE_BYTES))["problem"]
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
             last = str(problem) or type(problem).__name__
+            if time.monotonic() > deadline:
+                break
             time.sleep(RETRY_SECONDS)
             continue
         if verdict:

@@ -25,6 +25,7 @@ import jax
 
 from jaxrl_llm import processes
 from jaxrl_llm.checks import check, divided, mesh_shape
+from jaxrl_llm.compilation_cache import write_whole_entries
 from jaxrl_llm.config import (
     Config,
     changed,
@@ -55,6 +56,8 @@ LIBRARIES = (
 MOST_DIFFERENCES = 20
 LOOK_SECONDS = 1.0
 """How often a process that decodes looks whether another one was asked to stop, or has failed."""
+SAME_SECONDS = 0.2
+"""The same signal again within this time is the same request: `timeout` sends it to the process and to its group."""
 
 Say = Callable[[str], None]
 
@@ -78,6 +81,7 @@ def start_process(
     what the devices do not allow.
     """
     meet = meet or Meetings()
+    write_whole_entries()
     folder = config.trainer.compilation_cache_dir
     if folder and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
@@ -212,7 +216,8 @@ class StopRequested(BaseException):
 
 
 class Signals:
-    """SIGTERM and SIGINT set a flag that a poll turns into `StopRequested`; a second signal ends the process at once.
+    """SIGTERM and SIGINT set a flag that a poll turns into `StopRequested`; a second signal ends the process at once (the same one
+    only after `SAME_SECONDS`).
 
     With several processes all of them have to stop at one place, whichever of them got the signal: only `agree` raises in the open,
     and `poll_apart` where a process works on its own and meets the others afterwards.
@@ -220,6 +225,7 @@ class Signals:
 
     def __init__(self, meet: Meetings | None = None) -> None:
         self.requested = False
+        self._first = (0, 0.0)
         self.meet = meet or Meetings()
         self._previous: dict[int, object] = {}
         self._looked = 0.0
@@ -248,9 +254,12 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        now = time.monotonic()
         if self.requested:
-            os._exit(EXIT_INTERRUPTED)
-        self.requested = True
+            if number != self._first[0] or now - self._first[1] > SAME_SECONDS:
+                os._exit(EXIT_INTERRUPTED)
+            return
+        self.requested, self._first = True, (number, now)
         name = signal.Signals(number).name
         with suppress(OSError):
             os.write(

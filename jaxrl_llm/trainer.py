@@ -71,6 +71,7 @@ def _train_in(config: Config, folder: Path, signals: runtime.Signals, speak: Say
         keep=config.trainer.max_ckpt_to_keep,
         on_damage=config.trainer.on_damaged_checkpoint,
         log=speak,
+        beat=meet.pulse.beat,
     )
     config = _continue_config(config, folder, meet, speak)
     for line in notices(config):

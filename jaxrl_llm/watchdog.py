@@ -65,7 +65,10 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """The thread has ended when this returns: the service that it asks may be taken down next."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(MOST_SECONDS)
 
     def _watch(self) -> None:
         pause = min(MOST_SECONDS, (self._seconds or 0.0) / LOOKS)

@@ -24,3 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("JAXRL_RUN_DIR", None)
+
+from jaxrl_llm.compilation_cache import write_whole_entries  # noqa: E402
+
+write_whole_entries()

@@ -1,16 +1,23 @@
 """Runs of several processes on this machine, over loopback: the command itself, or a job of `tests/loopback_jobs.py`."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tests import rig
 
 LIMIT_SECONDS = 300
+HUNG = 124
+"""The exit code of a process that was killed after `LIMIT_SECONDS`."""
+PORTS = range(20000, 30000)
+"""Below those that kernels hand out by themselves: no connection gets one by chance before the run that chose it listens."""
 DEVICES = 2
 """Fake devices of each process."""
 
@@ -25,9 +32,11 @@ class Ended:
 
 def free_port() -> int:
     """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def start(
@@ -58,17 +67,23 @@ def start(
 
 
 def end(running: Sequence[Any]) -> list[Ended]:
-    """Wait for all of them; what hangs is killed and fails the test."""
-    ended = []
-    try:
-        for process in running:
+    """Wait for all of them; what hangs is killed and ends with `HUNG`. All are read at once: a full pipe would hold its process up."""
+
+    def ended(process: Any) -> Ended:
+        try:
             out, _ = process.communicate(timeout=LIMIT_SECONDS)
-            ended.append(Ended(process.returncode, out))
+            return Ended(process.returncode, out)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return Ended(HUNG, process.communicate()[0])
+
+    try:
+        with ThreadPoolExecutor(len(running)) as pool:
+            return list(pool.map(ended, running))
     finally:
         for process in running:
             if process.poll() is None:
                 process.kill()
-    return ended
 
 
 def job(name: str, *arguments: object, count: int = 2, devices: int = DEVICES) -> list[Ended]:

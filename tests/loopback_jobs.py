@@ -19,13 +19,16 @@ from jaxrl_llm import assembly, joining, metrics, networks, processes, runtime, 
 from jaxrl_llm.checkpoint import Checkpointer
 from jaxrl_llm.checks import MeshShape
 from jaxrl_llm.commands import train
+from jaxrl_llm.compilation_cache import write_whole_entries
 from jaxrl_llm.console import Progress
-from jaxrl_llm.errors import DataError
+from jaxrl_llm.errors import DataError, TrainingStopped
 from jaxrl_llm.knobs import DistributedKnobs
 from jaxrl_llm.records import END_EOS, Rollout
+from jaxrl_llm.replicas import ReplicaCheck
 from jaxrl_llm.rewards.grader import Grade
 from jaxrl_llm.rollout.engine import Stats
 from tests import rig
+from tests.test_replicas import damaged
 
 FED = {
     "data.val_files": "[]",
@@ -211,23 +214,38 @@ def exchanged() -> dict[str, Any]:
     return found
 
 
-def lonely() -> str:
-    """What process 0 hears when process 1 does not come in time."""
-    text = ""
+def lonely() -> list[Any]:
+    """What process 0 hears when process 1 does not come in time, and after how many seconds."""
+    heard: list[Any] = []
     if jax.process_index() == 0:
         begun = time.monotonic()
         try:
             processes.gather("lonely", None, 1.0)
         except processes.Missing as problem:
-            text = f"{problem} [after {time.monotonic() - begun:.0f} s]"
+            heard = [str(problem), time.monotonic() - begun]
     processes.barrier("lonely is over")
-    return text
+    return heard
+
+
+def drifted(meet: processes.Meetings) -> list[list[str]]:
+    """What each process hears when one device of process 1 holds other bits of a replicated parameter than the rest."""
+    parts = assembly.build(rig.settings(FED | rig.ALGORITHMS["grpo"]), lambda text: None)
+    state, position = networks.first_state(parts), parts.stream.state()
+    ReplicaCheck(parts, meet, 1).check(state, position)
+    damaged_state = damaged(state, "norm.scale", number=jax.devices()[-1].id)
+    heard: list[str] = []
+    try:
+        ReplicaCheck(parts, meet, 1).check(damaged_state, position)
+    except TrainingStopped as problem:
+        heard += problem.problems
+    return processes.gather("drifted", heard)
 
 
 def talk(folder: Path) -> int:
     """Everything that two processes do short of the command itself; ends with a problem of process 1 that process 0 words."""
     found = exchanged() | {"lonely": lonely()}
     meet = processes.Meetings(120.0)
+    found["drifted"] = drifted(meet)
     for algorithm in ("ppo", "grpo"):
         save_fed(folder, algorithm, meet)
     processes.post_stop() if jax.process_index() == 1 else None
@@ -285,9 +303,10 @@ def keep_compilations() -> None:
 def main() -> int:
     name, *words = sys.argv[1:]
     keep_compilations()
+    write_whole_entries()
     if name == "train":
         return train.run(words, prog="loopback")
-    joining.join(DistributedKnobs(initialization_timeout=60), print)
+    joining.join(DistributedKnobs(initialization_timeout=200), print)
     return train.guarded(lambda: {"talk": talk, "folders": folders}[name](Path(words[0])))
 
 

@@ -70,7 +70,8 @@ TABLE: dict[str, str] = {
     "watchdog": "errors processes",
     "exchange": "processes records rewards rollout",
     # the loop and what it is made of
-    "runtime": "errors knobs config checks console checkpoint paths processes",
+    "compilation_cache": "",
+    "runtime": "errors knobs config checks console checkpoint compilation_cache paths processes",
     "networks": f"{FLOOR} config checks paths tokenizer models scoring sharding optimizer learner",
     "replicas": "errors networks processes records sharding",
     "layouts": "config learner networks packing records rollout scoring sharding",

@@ -21,10 +21,10 @@ def fresh(monkeypatch):
 
 
 def test_without_a_plan_a_point_does_nothing_and_costs_little():
-    start = time.perf_counter()
+    start = time.process_time()
     for step in range(10_000):
         fault.point("in_save", step)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_raise_fires_at_its_point_and_step_only_and_once(monkeypatch):

@@ -56,6 +56,19 @@ def test_the_second_signal_ends_the_process_at_once():
     assert (done.returncode, done.stdout) == (75, "one\n")
 
 
+@pytest.mark.parametrize(("seconds", "ended"), [(60.0, (0, "one\ntwo\n")), (0.0, (75, "one\n"))])
+def test_the_same_signal_at_once_again_is_the_same_request(seconds, ended):
+    code = (
+        f"import os, signal\nfrom jaxrl_llm import runtime\nruntime.SAME_SECONDS = {seconds}\n"
+        "with runtime.Signals():\n    os.kill(os.getpid(), signal.SIGTERM)\n    print('one', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    print('two', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=rig.ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == ended
+
+
 def test_a_closed_standard_error_does_not_hurt():
     code = (
         "import os, signal\nfrom jaxrl_llm.runtime import Signals\nos.close(2)\n"

@@ -6,7 +6,9 @@ Processes are killed for real; everything that ends in order runs inside the tes
 import json
 import shutil
 import signal
+import subprocess
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -69,12 +71,27 @@ def copy(base, tmp_path):
 # Killed --------------------------------------------------------------------------------------------------------------
 
 
-def killed_and_restarted(settings, plan):
-    """Kill a run as planned and start the same command again; returns what the second process printed.
+def written(folder):
+    return (folder / "metrics.jsonl").read_text().count("\n")
 
-    A plan that sleeps first gives the save in flight the time to commit.
-    """
-    first = rig.run(settings, plan=plan)
+
+def killed(settings, plan, rows, saved):
+    """Kill a run that its plan makes stand still, once it has written so many rows and the step `saved` is whole."""
+    process, folder = rig.start(settings, plan=plan), settings["trainer.run_dir"]
+    end = time.monotonic() + 300
+    try:
+        while saved not in rig.steps(folder) or written(folder) < rows:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        out, _ = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, "")
+
+
+def killed_and_restarted(settings, plan, rows=None, saved=None):
+    """Kill a run, as planned or, with `rows`, by `killed`, and start the same command again; returns what the second one printed."""
+    first = killed(settings, plan, rows, saved) if rows else rig.run(settings, plan=plan)
     assert first.returncode == -signal.SIGKILL, first.stdout
     second = rig.run(settings)
     assert second.returncode == EXIT_OK, second.stdout
@@ -82,25 +99,20 @@ def killed_and_restarted(settings, plan):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "plan", "resumed"),
+    ("algorithm", "plan", "rows", "resumed"),
     [
-        (
-            "ppo",
-            "after_data:6:sleep=2,before_update:6:kill",
-            5,
-        ),  # the last step of the first epoch is the last one saved
-        (
-            "grpo",
-            "after_data:3:sleep=2,after_update:3:kill",
-            2,
-        ),  # a row that no checkpoint knows is written twice
-        ("rloo", "in_save:4:kill", 2),  # a checkpoint is whole but has no name yet
+        # the last step of the first epoch is the last one saved
+        ("ppo", "before_update:6:sleep=300", 6, 5),
+        # a row that no checkpoint knows is written twice
+        ("grpo", "after_update:3:sleep=300", 4, 2),
+        # a checkpoint is whole but has no name yet
+        ("rloo", "in_save:4:kill", None, 2),
     ],
 )
-def test_a_killed_run_continues_bit_for_bit(algorithm, plan, resumed, undisturbed, tmp_path):
+def test_a_killed_run_continues_bit_for_bit(algorithm, plan, rows, resumed, undisturbed, tmp_path):
     every = {"trainer.save_freq": 5 if algorithm == "ppo" else 2}
     settings = rig.ALGORITHMS[algorithm] | every | {"trainer.run_dir": tmp_path / "run"}
-    out = killed_and_restarted(settings, plan)
+    out = killed_and_restarted(settings, plan, rows, resumed)
     assert f"resuming after step {resumed}\n" in out
     same_run(tmp_path / "run", undisturbed(algorithm, **every))
 
@@ -131,7 +143,7 @@ def test_a_run_killed_anywhere_continues_bit_for_bit(point, step, undisturbed, t
         ("before_update:5:term", 5, False),
         ("in_eval:3:term", 3, True),
         ("in_eval:6:term", 6, True),
-        ("in_save:4:term,in_reward:5:sleep=1", 4, False),
+        ("in_save:4:term,in_reward:5:sleep=60", 4, False),
     ],
 )
 def test_sigterm_saves_the_last_finished_step(
@@ -144,7 +156,13 @@ def test_sigterm_saves_the_last_finished_step(
         came.append(time.monotonic())
         handle(self, number, frame)
 
+    def until_it_came(seconds):
+        end = time.monotonic() + seconds
+        while not came and time.monotonic() < end:
+            time.sleep(0.01)
+
     monkeypatch.setattr(runtime.Signals, "_handle", watched)
+    monkeypatch.setattr(fault, "time", SimpleNamespace(sleep=until_it_came))
     settings = {"trainer.run_dir": tmp_path / "run"}
     assert rig.run_here(settings, plan=plan) == EXIT_INTERRUPTED
     assert len(came) == 1 and time.monotonic() - came[0] < 30

@@ -1,6 +1,8 @@
 """Where processes stand, in words, and when a watchdog barks; the store of the processes is made up."""
 
 import threading
+import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -40,7 +42,7 @@ def test_who_has_passed_the_fewest_places_holds_up_the_run(places, said):
 
 def test_the_limit_follows_slow_steps(monkeypatch):
     times = iter([0.0, 10.0, 20.0, 50.0, 60.0, 70.0])
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(times)))
     dog = Watchdog(Pulse(), 30.0)
     assert dog.limit() == 600.0, "the first step compiles"
     for _ in range(4):
@@ -49,39 +51,78 @@ def test_the_limit_follows_slow_steps(monkeypatch):
     assert Watchdog(Pulse(), 900.0).limit() == 900.0
 
 
-def watched(monkeypatch, others, seconds=0.4, moving=False):
-    """What a watchdog of process 0 of 2 ends with; `others` is what process 1 has told."""
+class Clock:
+    """A clock, and the event that a watchdog waits for: every wait takes as long as it may and then does `between`."""
+
+    def __init__(self, monkeypatch, seconds, between=lambda clock: None):
+        self.now, self.seconds, self.between = 0.0, seconds, between
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.between(self)
+        return self.now > self.seconds
+
+
+def playing(monkeypatch, store):
+    """Be process 0 of 2."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(distributed.global_state, "client", Store(others))
-    codes, barked, pulse = [], threading.Event(), Pulse(place="here")
+    monkeypatch.setattr(distributed.global_state, "client", store)
 
-    def end(code):
-        codes.append(code)
-        barked.set()
 
-    with Watchdog(pulse, seconds, end):
-        for _ in range(20):
-            if moving:
-                pulse.beat()
-            barked.wait(0.1)
-    return codes
+def watched(monkeypatch, between=lambda clock, pulse: None):
+    """What a watchdog with a limit of 40 s ends with in 1000 s of a clock; process 1 stands where it stands."""
+    playing(monkeypatch, Store({"jaxrl_llm/pulses/1": '[0, 3, "there"]'}))
+    codes, pulse = [], Pulse(place="here")
+    dog = Watchdog(pulse, 40.0, codes.append)
+    clock = Clock(monkeypatch, 1000.0, lambda clock: between(clock, pulse))
+    dog._over = clock
+    dog._watch()
+    return codes, clock.now
 
 
 def test_it_barks_where_nothing_moves(monkeypatch, capfd):
-    assert watched(monkeypatch, {"jaxrl_llm/pulses/1": '[0, 3, "there"]'}) == [EXIT_INTERNAL]
+    """First seen after 10 s, at rest for more than 40 s after 60 s; process 0 ends last, 60 s later."""
+    assert watched(monkeypatch) == ([EXIT_INTERNAL], 120.0)
     told = capfd.readouterr().err
-    assert "process 0: no process has got on" in told and "process 1 at there" in told
+    assert "process 0: no process has got on for 50 s" in told and "process 1 at there" in told
     assert "most recent call first" in told, "stacks"
 
 
 def test_it_is_silent_where_something_moves(monkeypatch):
-    assert watched(monkeypatch, {"jaxrl_llm/pulses/1": '[0, 3, "there"]'}, moving=True) == []
+    assert watched(monkeypatch, lambda clock, pulse: pulse.beat()) == ([], 1010.0)
+
+
+def test_time_in_which_it_slept_itself_does_not_count(monkeypatch):
+    """A machine that was stopped for a while has seen no place pass: 100 s at once, every 30 s."""
+
+    def stopped(clock, pulse):
+        clock.now += 100.0 * (clock.now % 40 == 0)
+
+    assert watched(monkeypatch, stopped)[0] == []
+
+
+def test_its_thread_has_ended_with_the_block(monkeypatch):
+    """Also when it was just asking the service, which answers slowly."""
+    asked, store = threading.Event(), Store()
+
+    def slow(key, value, allow_overwrite):
+        asked.set()
+        time.sleep(0.3)
+
+    store.key_value_set = slow
+    playing(monkeypatch, store)
+    with Watchdog(Pulse(), 0.04, lambda code: None) as dog:
+        assert asked.wait(60)
+    assert not dog._thread.is_alive()
 
 
 def test_it_can_be_switched_off_and_is_for_several_processes_only(monkeypatch):
-    assert watched(monkeypatch, {}, seconds=None) == []
+    playing(monkeypatch, Store())
+    with Watchdog(Pulse(), None) as dog:
+        assert dog._thread is None
     monkeypatch.undo()
-    with Watchdog(Pulse(), 0.01, lambda code: None) as dog:
+    with Watchdog(Pulse(), 0.01) as dog:
         assert dog._thread is None

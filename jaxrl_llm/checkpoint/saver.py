@@ -55,6 +55,8 @@ from jaxrl_llm.errors import EXIT_INTERNAL, DataError, RunError
 PyTree = Any
 LIBRARIES = ("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SAVE_LIMIT_SECONDS = 3600.0
+BEAT_SECONDS = 1.0
+"""How often a caller that waits for a save gives a sign of life."""
 
 
 class CheckpointError(RunError):
@@ -69,7 +71,8 @@ class Checkpointer:
 
     `keep` newest steps stay (`None`: all). `on_damage` says what a restore does with a newest step that fails verification:
     take an older one, or raise. `log` gets one line per notice. `limit_seconds` bounds every wait for a save in flight and for other
-    processes (`processes.Missing` names those that do not come).
+    processes (`processes.Missing` names those that do not come). `beat` is called about every second that a caller waits for a save
+    in flight: writing may take longer than a watchdog likes.
     Constructing and restoring write nothing; the folder is made, and leftovers of dead processes are removed, by the first
     `save` (or `clean`). `blocked_seconds` is the time that saving has kept its callers waiting so far.
     """
@@ -82,6 +85,7 @@ class Checkpointer:
         on_damage: Literal["fall_back", "stop"] = "fall_back",
         log: Callable[[str], None] = print,
         limit_seconds: float = SAVE_LIMIT_SECONDS,
+        beat: Callable[[], None] = lambda: None,
     ):
         if keep is not None and keep < 1:
             raise ValueError(f"keep: got {keep}, need at least 1 or None")
@@ -91,6 +95,7 @@ class Checkpointer:
         self.blocked_seconds = 0.0
         self._log = log
         self._limit = limit_seconds
+        self._beat = beat
         self._thread: threading.Thread | None = None
         self._saving_step: int | None = None
         self._failures: deque[str] = deque()
@@ -258,10 +263,14 @@ class Checkpointer:
         if self._thread is None:
             return
         # With several processes the thread itself waits for the others, and names those that do not come.
-        self._thread.join(self._limit if jax.process_count() == 1 else 2 * self._limit)
+        limit = self._limit if jax.process_count() == 1 else 2 * self._limit
+        deadline = time.monotonic() + limit
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(left, BEAT_SECONDS))
+            self._beat()
         if self._thread.is_alive():
             raise CheckpointError(
-                f"checkpoint of step {self._saving_step}: got no end within {self._limit:.0f} s, need storage that takes "
+                f"checkpoint of step {self._saving_step}: got no end within {limit:.0f} s, need storage that takes "
                 f"it; look at the disk under {self.directory}"
             )
         self._thread = None

@@ -1,6 +1,7 @@
 """What the checkpoint tests share: small states, a log, planned faults, a full disk."""
 
 import resource
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -90,6 +91,24 @@ def planned(monkeypatch, plan):
     yield
     monkeypatch.delenv(fault.PLAN_VARIABLE)
     fault.reset()
+
+
+@contextmanager
+def held(monkeypatch, step):
+    """The save of a step stands still before its commit until the event that this gives is set, at the latest by the end of the block."""
+    gate, point = threading.Event(), fault.point
+
+    def waits(name, at=None):
+        if (name, at) == ("in_save", step):
+            gate.wait(60)
+        point(name, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fault, "point", waits)
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 @contextmanager

@@ -23,7 +23,9 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jaxrl_llm.checkpoint import Checkpointer
+from jaxrl_llm.compilation_cache import write_whole_entries
 
+write_whole_entries()
 
 def say(*words):
     # one write per line: two threads speak

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -15,15 +15,14 @@ from jaxrl_llm import fault
 from jaxrl_llm.checkpoint import RunLock, tree_digests
 from tests.checkpoint.peers import host_state
 from tests.checkpoint.rig import mesh_of, saver_for
+from tests.loopback import LIMIT_SECONDS, free_port
 
 ROOT = Path(__file__).parents[2]
 
 
 def launch(scenario, folder, count, devices):
     """Run a scenario of `peers` in `count` processes: exit codes, and what each has said by its first word."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -42,7 +41,12 @@ def launch(scenario, folder, count, devices):
         )
         for rank in range(count)
     ]
-    ended = [peer.communicate(timeout=120) for peer in peers]
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            ended = list(pool.map(lambda peer: peer.communicate(timeout=LIMIT_SECONDS), peers))
+    finally:
+        for peer in peers:
+            peer.kill()
     said = [
         {line.split()[0]: line for line in out.splitlines() if line.strip()} for out, _ in ended
     ]
@@ -67,7 +71,7 @@ def test_two_processes_save_fail_fall_back_and_die_together(tmp_path):
     )
     assert first["stop"] == second["stop"] and first["asked"] == second["asked"]
     assert "w (in state.p0001/00003.bin)" in first["stop"]
-    assert "waited 2 s for process 1" in first["lost"] and "lost" not in second
+    assert "waited 1 s for process 1" in first["lost"] and "lost" not in second
 
     assert not list(folder.glob("00000005*"))
     again, log = saver_for(folder)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.models import families, heads, transformer
 from jaxrl_llm.rollout.handover import make_handover
 from tests import tiny
+from tests.loopback import free_port
 
 CONFIG = families.from_hf(
     tiny.HF
@@ -171,9 +171,7 @@ def test_logprobs_of_the_copy_are_those_of_the_originals_bit_for_bit():
 
 def test_two_processes_hand_over_together_and_decode_alone(tmp_path):
     """Process 1 does nothing until process 0 has decoded: were there a joint step in it, both would wait for ever."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "tests.rollout.handover_two"]
     running = [
         subprocess.Popen(
