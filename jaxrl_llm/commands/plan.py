@@ -9,14 +9,18 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import ConfigError
 from jaxrl_llm.planning import crew, targets
 
-USAGE = """usage: {prog} --config=FILE --hardware=NAME:SIZE [--estimate] [--json] [--jobs=2] [--timeout=SECONDS] [--cache=FOLDER|none]
-       [--SECTION.SETTING=VALUE ...]
+USAGE = """usage: {prog} --config=FILE --hardware=NAME:SIZE [--estimate] [--json] [--jobs=2] [--timeout=SECONDS] [--limit=SECONDS]
+       [--cache=FOLDER|none] [--SECTION.SETTING=VALUE ...]
 
 SIZE is a number of GPUs ({gpus}: h100:8, h100:64) or the torus of a TPU slice ({tpus}: v5p:2x2x2, v6e:4x4), with *N for N slices.
---estimate compiles nothing and takes seconds; --json prints one object; --timeout is for one program (default 600); --cache keeps what
-was compiled (default {cache}). Exit code 0: it fits; 1: it does not, or not every program could be compiled."""
+--estimate compiles nothing and takes seconds; --json prints one object; --timeout is for one program (default 600), --limit for the
+whole plan (default {gpu_limit} for GPUs, {tpu_limit} for TPUs), which then stops with what it has; --cache keeps what was compiled
+(default {cache}). Exit code 0: it fits; 1: it does not, or not every program could be compiled."""
 CACHE = "~/.cache/jaxrl_llm/plan"
+LIMITS = {"gpu": "300", "tpu": "720"}
+"""Seconds of a whole plan by platform, where `--limit` says nothing else."""
 OPTIONS = {"hardware": "", "estimate": "false", "json": "false", "jobs": "2", "timeout": "600", "cache": CACHE}  # fmt: skip
+NAMES = (*OPTIONS, "limit")
 SWITCHES = ("estimate", "json")
 
 
@@ -45,7 +49,8 @@ def _plan(words: list[str], prog: str) -> int:
         estimate=options["estimate"] == "true",
         as_json=options["json"] == "true",
         jobs=int(options["jobs"]),
-        limit=float(options["timeout"]),
+        timeout=float(options["timeout"]),
+        limit=float(options.get("limit", LIMITS[target.device.platform])),
         cache=cache,
     )
 
@@ -56,17 +61,24 @@ def usage(prog: str) -> str:
     for platform in names:
         found = [one.name for one in targets.DEVICES.values() if one.platform == platform]
         names[platform] = ", ".join(found)
-    return USAGE.format(prog=prog, gpus=names["gpu"], tpus=names["tpu"], cache=CACHE)
+    return USAGE.format(
+        prog=prog,
+        gpus=names["gpu"],
+        tpus=names["tpu"],
+        cache=CACHE,
+        gpu_limit=LIMITS["gpu"],
+        tpu_limit=LIMITS["tpu"],
+    )
 
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """This command's own options, and the words that are settings. `--json` alone means true."""
+    """This command's own options, and the words that are settings. `--json` alone means true; `limit` is there only if it was said."""
     options, rest, position = dict(OPTIONS), [], 0
     while position < len(words):
         word = words[position]
         position += 1
         name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in OPTIONS:
+        if not word.startswith("--") or name not in NAMES:
             rest.append(word)
             continue
         if not equals and name in SWITCHES:
@@ -101,8 +113,11 @@ def read(options: dict[str, str], words: list[str], prog: str) -> tuple[Config, 
     ]
     if not options["jobs"].isdigit() or int(options["jobs"]) not in (1, 2):
         problems.append(f"--jobs: got {options['jobs']!r}, need 1 or 2 compiling processes")
-    if not options["timeout"].isdigit() or int(options["timeout"]) < 1:
-        problems.append(f"--timeout: got {options['timeout']!r}, need whole seconds, 1 or more")
+    problems += [
+        f"--{name}: got {options[name]!r}, need whole seconds, 1 or more"
+        for name in ("timeout", "limit")
+        if name in options and not (options[name].isdecimal() and int(options[name]) > 0)
+    ]
     if target is not None:
         words = [*words, *(f"--{path}={value}" for path, value in targets.expected(target).items())]
     config: Config | None = None

@@ -1,4 +1,5 @@
-"""The parent's side of compiling: at most two child processes that take programs from one queue, each program with a time-out.
+"""The parent's side of compiling: at most two child processes that take programs from one queue, each program with a time-out, all of
+them with another.
 
 Left out on purpose: what the answers mean.
 """
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -23,6 +25,28 @@ COMMAND = [sys.executable, "-m", "jaxrl_llm.planning.worker"]
 START_SECONDS = 120.0
 """A child has so long to build its programs."""
 FLAGS = {"gpu": "--xla_gpu_autotune_level=0", "tpu": ""}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that one program may take and those of the whole plan, which began at `begun` (of `time.monotonic`)."""
+
+    program: float
+    plan: float
+    begun: float
+
+    @property
+    def left(self) -> float:
+        """Seconds until the plan's are up; not above zero from then on."""
+        return self.begun + self.plan - time.monotonic()
+
+    def late(self, name: str) -> Answer:
+        """The answer about a program that the plan's time did not suffice for."""
+        return {
+            "name": name,
+            "error": f"not compiled: the plan's {self.plan:.0f} s were up",
+            "late": True,
+        }
 
 
 def environment(platform: str) -> dict[str, str]:
@@ -46,12 +70,12 @@ def compile_all(
     platform: str,
     *,
     jobs: int,
-    limit: float,
+    limits: Limits,
     tell: Callable[[Answer], None],
 ) -> list[Answer]:
-    """Compile the named programs in this order, `jobs` at a time, each within `limit` seconds; `tell` hears every answer at once.
+    """Compile the named programs in this order, `jobs` at a time, within the limits; `tell` hears every answer at once.
 
-    An answer of a program that failed or took too long has the key `error`.
+    An answer of a program that failed or took too long has the key `error`; where the plan's time was up, also `late`.
     """
     waiting: queue.Queue[str] = queue.Queue()
     for name in names:
@@ -74,14 +98,17 @@ def compile_all(
                     name = waiting.get_nowait()
                 except queue.Empty:
                     return
+                if limits.left <= 0:
+                    hear(limits.late(name))
+                    continue
                 if child is None:
                     with lock:
                         if over.is_set():
                             return
                         child = _Child(platform)
                         children.append(child)
-                    child.start(order)
-                answer = child.ask(name, limit)
+                    child.start(order, limits)
+                answer = child.ask(name, limits)
                 if "error" in answer and not child.alive:
                     child.close()
                     child = None
@@ -123,7 +150,7 @@ def _terminable() -> Iterator[None]:
 
 
 class _Child:
-    """A worker process and the line to it."""
+    """A worker process and the line to it; `stopped`: it was still at work when it was given up."""
 
     def __init__(self, platform: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -134,24 +161,26 @@ class _Child:
             stderr=self._log,
             env=environment(platform),
         )
-        self.alive = True
+        self.alive, self.stopped = True, False
         self._rest = b""
         self._broken: str | None = None
 
-    def start(self, order: dict[str, Any]) -> None:
+    def start(self, order: dict[str, Any], limits: Limits) -> None:
         """Hand the settings over and wait until its programs are built."""
         self._send(order)
-        ready = self._receive(START_SECONDS)
+        ready = self._receive(min(START_SECONDS, limits.left))
         self._broken = None if ready and "ready" in ready else self._failure(ready, START_SECONDS)
 
-    def ask(self, name: str, limit: float) -> Answer:
+    def ask(self, name: str, limits: Limits) -> Answer:
         """The answer about one program; with `error` where there is none."""
         if self._broken is None:
             self._send(name)
-            answer = self._receive(limit)
+            answer = self._receive(min(limits.program, limits.left))
             if answer and answer.get("name") == name:
                 return answer
-            self._broken = self._failure(answer, limit)
+            self._broken = self._failure(answer, limits.program)
+        if self.stopped and limits.left <= 0:
+            return limits.late(name)
         return {"name": name, "error": self._broken}
 
     def _send(self, value: Any) -> None:
@@ -183,6 +212,7 @@ class _Child:
         try:
             code = self._process.wait(0.5 if answer is None else 5)
         except subprocess.TimeoutExpired:
+            self.stopped = True
             return f"not finished after {limit:.0f} seconds"
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:] or ["no message"]

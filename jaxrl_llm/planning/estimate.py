@@ -26,39 +26,53 @@ from jaxrl_llm.programs import Programs
 class Copies:
     """How many of each buffer a platform's compiler keeps at the worst moment.
 
-    Updates: `gradients` sums of gradients, `kernels` shares of all parameters in the compute dtype, `tables` whole float32 tables where
-    embedding and head are two, `tied` where they are one, `valued` with a value head, `local` the share of these that is left
-    where nothing has to be gathered; `wide` arrays of a row's tokens times the MLP's width, `cells` arrays of all cells of an
-    attention's bins. Scoring: `relaid` shares of the parameters that are laid out anew, `gathered` whole tables in the format that they are
+    Updates: `gradients` sums of gradients and `kernels` shares of all parameters in the compute dtype at any moment. While the head's
+    gradient is made: `tables` whole float32 tables where embedding and head are two (`hoisted` more where micro-batches are a loop,
+    before which the embedding is laid out anew), `tied` where they are one, and `logits` of a chunk. While a layer's is: `cells` arrays
+    of all cells of an attention's bins and the kernels of `layers` layers. At both: `wide` arrays of a row's tokens times the MLP's
+    width. While the embedding's is, and there is a value head: `valued` tables and no saved inputs any more. `local` is the share of
+    tables that is left where nothing has to be gathered.
+    Scoring: `relaid` shares of the parameters that are laid out anew, `gathered` whole tables in the format that they are
     kept in, `spread` arrays of cells, `broad` wide arrays.
-    Decoding: `own` copies of the lanes' keys and values, `prompts` of the prompts' where own columns are the longer ones; `bank` copies of
-    a bank in use; `picked` the share of narrowed lanes that is copied twice.
+    Decoding: `own` copies of the lanes' keys and values, `prompts` of the prompts' where own columns are the longer ones; `whole` heads
+    where all devices decode the same lanes; `tile` rows of a tile in memory, below which kernels are laid out anew; `bank` copies of
+    a bank in use; `picked` the share of narrowed lanes that is copied twice, `pieces` that of arrays that are taken piece by piece.
     """
 
     gradients: float
     kernels: float
     tables: float
+    hoisted: float
     tied: float
+    logits: float
     valued: float
     local: float
     wide: float
     cells: float
+    layers: float
     relaid: float
     gathered: float
     spread: float
     broad: float
     own: float
     prompts: float
+    whole: float
+    tile: int
     bank: float
     picked: float
+    pieces: float
 
 
 COPIES = {
-    "gpu": Copies(gradients=2, kernels=0, tables=6.7, tied=4.5, valued=4.0, local=0.53, wide=0, cells=1.6, relaid=0.33, gathered=1, spread=4,
-                  broad=1, own=0, prompts=0.5, bank=1, picked=0),
-    "tpu": Copies(gradients=3, kernels=1, tables=9.2, tied=6.2, valued=2.9, local=0.53, wide=12, cells=0, relaid=0.5, gathered=0, spread=0,
-                  broad=8, own=1, prompts=0, bank=0, picked=0.45),
+    "gpu": Copies(gradients=2, kernels=0, tables=5.5, hoisted=1, tied=3.8, logits=1, valued=2, local=0.45, wide=4, cells=9, layers=2,
+                  relaid=0.33, gathered=1, spread=4, broad=1, own=0, prompts=0.5, whole=0, tile=1, bank=1, picked=0, pieces=0),
+    "tpu": Copies(gradients=3, kernels=1, tables=9.2, hoisted=0, tied=6.2, logits=0, valued=4.2, local=0.53, wide=12, cells=0, layers=0,
+                  relaid=0.5, gathered=0, spread=0, broad=8, own=1, prompts=0, whole=2, tile=16, bank=0, picked=0.45, pieces=1.6),
 }  # fmt: skip
+PIECE_COLUMNS, PIECE_BYTES = 512, 2**31
+"""TPUs take lanes of caches of so few columns and bytes from all arrays at once, each in pieces; larger ones one after another."""
+LANES = 128
+"""Numbers in a row of a TPU's tile."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ class Sizes:
 
     gradients: float
     copy: float
+    layer: float
     saved: float
     table: float
     wide: float
@@ -89,6 +104,7 @@ def sizes(programs: Programs, trained: Trained, layout: Layout) -> Sizes:
     return Sizes(
         gradients=4 * parameter_count(model) / split,
         copy=narrow * parameter_count(model) / split,
+        layer=narrow * _layer(model) / tensor,
         saved=narrow * model.num_layers * columns * kept_width(model, network.remat, tensor),
         table=4 * model.width * vocabulary,
         wide=narrow * columns * model.hidden / tensor,
@@ -97,6 +113,12 @@ def sizes(programs: Programs, trained: Trained, layout: Layout) -> Sizes:
         mask=4.0 * columns**2 if layout.attention == "splash" else 0,
         gathered=mesh.shape["fsdp"] > 1,
     )  # fmt: skip
+
+
+def _layer(model: ModelConfig) -> float:
+    """Parameters of one layer."""
+    tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.width
+    return (parameter_count(model) - tables) / model.num_layers
 
 
 def kept_width(model: ModelConfig, remat: str, tensor: int) -> float:
@@ -143,44 +165,52 @@ def held_scores(programs: Programs) -> int:
 
 
 def _update(programs: Programs, one: Lowering, how: Copies) -> float:
+    """The fullest of three moments of the backward pass: that of the head, of a layer, of the embedding (value heads)."""
     critic = one.phase == "update_critic"
     trained = programs.critic if critic else programs.actor
     assert trained is not None
     layout = programs.layouts.critic if critic else programs.layouts.actor
     size = sizes(programs, trained, layout)
     tied = trained.network.config.tie_embeddings
-    tables = how.valued if critic else how.tied if tied else how.tables
-    return (
-        how.gradients * size.gradients
-        + how.kernels * size.copy
-        + size.saved
-        + tables * size.table * (1 if size.gathered else how.local)
-        + how.wide * size.wide
-        + how.cells * size.cells
-        + size.mask
-    )
+    hoisted = how.hoisted if layout.micros > 1 else 0
+    table = size.table * (1 if size.gathered else how.local)
+    kept = size.saved + how.wide * size.wide
+    # The embedding, as it lies and as it is looked up, the gradient of the head, and the head.
+    whole = 1 + hoisted + (0 if critic else 1 if tied else 2)
+    layer = how.layers * size.layer if size.gathered else 0
+    layers = kept + whole * table + how.cells * size.cells + layer
+    if critic:
+        last = (how.valued + hoisted) * table
+    else:
+        last = (
+            kept + (how.tied if tied else how.tables + hoisted) * table + how.logits * size.logits
+        )
+    return how.gradients * size.gradients + how.kernels * size.copy + size.mask + max(layers, last)
 
 
 def _score(programs: Programs, one: Lowering, how: Copies) -> float:
+    """What stays, and the fullest of three moments: the embedding's, a layer's, the head's."""
     critic = one.phase == "values"
     trained = programs.critic if critic else programs.actor
     assert trained is not None
     layouts = programs.layouts
     layout = {"values": layouts.critic, "ref": layouts.reference}.get(one.phase, layouts.score)
     size = sizes(programs, trained, layout)
-    kept = 1.0  # float32; the reference is kept in the compute dtype
-    if one.phase == "ref":
-        kept = trained.network.dtype.itemsize / 4
-    whole = how.gathered * kept * size.table if size.gathered else 0
     narrow = trained.network.dtype.itemsize / 4
-    again = narrow * size.table if kept == 1.0 or not how.gathered else 0
-    tied = 0.5 * whole if trained.network.config.tie_embeddings else 0
-    if kept < 1 and not how.gathered:
-        tied += 0.5 * size.table
-    head = 0 if critic else whole + again + tied + size.logits
+    # Kept as float32, but the reference in the compute dtype.
+    kept = narrow if one.phase == "ref" else 1.0
+    table = size.table if size.gathered else 0
+    whole = how.gathered * kept * table
     layers = how.spread * size.cells + how.broad * size.wide + size.mask
+    head = whole + size.logits
+    head += narrow * size.table * ((kept == 1 or not how.gathered) + (kept < 1 and not how.gathered))  # fmt: skip
+    if trained.network.config.tie_embeddings:
+        # Read both ways: narrow copies in both layouts; kept narrow, the one that is gathered stays for the head.
+        head += narrow * how.gathered * table if kept == 1 else 0
+        layers += whole if kept < 1 else 0
     relaid = how.relaid * kept * size.gradients if size.gathered and (kept == 1 or how.gathered) else 0  # fmt: skip
-    return relaid + max(layers, head, whole)
+    looked_up = whole if how.gathered else narrow * table
+    return relaid + max(looked_up, layers, 0 if critic else head)
 
 
 # Rollout ---------------------------------------------------------------------------------------------------------------
@@ -214,12 +244,27 @@ def _bank(model: ModelConfig, rows: int, width: int, tensor: int, narrow: int) -
 
 
 def _advance(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:
-    """A layer's MLP, logits thrice, and the copies that a compiler makes to lay keys out anew."""
-    state, model = one.args[1], programs.engine.config
-    lanes = state.last.shape[0] // sharding.shards(programs.rollout_mesh)
+    """A layer's MLP, logits thrice, and the copies that a compiler makes to lay keys, kernels and the head out anew."""
+    state, model, mesh = one.args[1], programs.engine.config, programs.rollout_mesh
+    lanes = state.last.shape[0] // sharding.shards(mesh)
     longer = state.own.columns > state.prompt.columns
     keys = how.own * held(state.own) + how.prompts * held(state.prompt) * longer
-    return 0, keys + 12 * lanes * model.vocab_size + 2 * model.width * model.hidden
+    kernels = _relaid_kernels(programs, how.tile) if how.tile > 1 else 0
+    if sharding.shards(mesh) == 1 and mesh.shape["tensor"] > 1:
+        kernels += (
+            how.whole * programs.actor.network.dtype.itemsize * model.vocab_size * model.width
+        )
+    return 0, keys + kernels + 12 * lanes * model.vocab_size + 2 * model.width * model.hidden
+
+
+def _relaid_kernels(programs: Programs, tile: int) -> float:
+    """Kernels whose last axes do not fill tiles: those of queries, keys and values with few heads, one of an MLP of odd width."""
+    model, tensor = programs.engine.config, programs.rollout_mesh.shape["tensor"]
+    heads = [model.num_heads / tensor, model.num_kv_heads / tensor, model.num_kv_heads / tensor]
+    rows = sum(one * model.head_size for one in heads if one < tile)
+    odd = model.hidden / tensor if model.hidden / tensor % LANES else 0
+    narrow = programs.actor.network.dtype.itemsize
+    return narrow * model.num_layers * model.width * (rows + odd)
 
 
 def _grow(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:
@@ -227,11 +272,18 @@ def _grow(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]
 
 
 def _narrow(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:
+    """Lanes copied twice: some of all arrays, or all of those with equal columns, where pieces of these are taken at once."""
     state, lanes = one.args
     share = lanes.shape[0] / state.last.shape[0]
     units = lanes.shape[0] / state.seen.shape[0]
-    kept = held(state.own) * share + held(state.prompt) * units
-    return kept, how.picked * kept
+    own, prompt = held(state.own) * share, held(state.prompt) * units
+    taken: dict[int, float] = {}
+    for cache, size in ((state.own, own), (state.prompt, prompt)):
+        if cache.columns <= PIECE_COLUMNS and size / 2 < PIECE_BYTES:
+            taken[cache.columns] = taken.get(cache.columns, 0) + size
+    return own + prompt, max(
+        how.picked * (own + prompt), how.pieces * max(taken.values(), default=0)
+    )
 
 
 def _insert(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:

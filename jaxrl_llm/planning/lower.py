@@ -176,15 +176,22 @@ def learner_programs(programs: Programs) -> list[Lowering]:
 
 
 def rollout_programs(programs: Programs, prompts: int) -> list[Lowering]:
-    """The weight hand-over and every program of the engine, for a process that samples from `prompts` prompts.
-
-    Of each kind of the engine's programs the one with all slots and the most columns is the largest.
-    """
-    config, found = programs.config, []
+    """The weight hand-over and every program of the engine, for a process that samples from `prompts` prompts."""
     handover = programs.handover
-    if handover.program is not None:
-        found.append(Lowering("weight hand-over", "gen", handover.program, (handover.source,)))
-    made = engine_shapes(programs.engine, handover.result, prompts, config.rollout.n)
+    moves = (
+        [Lowering("weight hand-over", "gen", handover.program, (handover.source,))]
+        if handover.program
+        else []
+    )
+    return moves + engine_programs(programs, prompts)
+
+
+def engine_programs(programs: Programs, prompts: int) -> list[Lowering]:
+    """Every program of the engine; of each kind the one with all slots and the most columns is the largest."""
+    found = []
+    made = engine_shapes(
+        programs.engine, programs.handover.result, prompts, programs.config.rollout.n
+    )
     largest: dict[str, Any] = {}
     for program in made:
         kind = program.name.split()[0].strip(",")

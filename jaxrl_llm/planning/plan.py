@@ -26,10 +26,11 @@ def run(
     estimate: bool,
     as_json: bool,
     jobs: int,
+    timeout: float,
     limit: float,
     cache: str | None,
 ) -> int:
-    """Make a plan, print it, and return the exit code."""
+    """Make a plan, print it, and return the exit code; `timeout` and `limit` are the seconds of one program and of all of it."""
     begun = time.monotonic()
     out = sys.stderr if as_json else sys.stdout
     notes: list[str] = []
@@ -51,11 +52,14 @@ def run(
         return problem.exit_code
     say(report.heading(plan))
     if not estimate:
-        _compile(plan, known, say, jobs=jobs, limit=limit, cache=cache)
+        limits = crew.Limits(timeout, limit, begun)
+        _compile(plan, known, say, jobs=jobs, limits=limits, cache=cache)
     plan.settle()
     found = [] if plan.fits else advice.what_to_change(plan, known)
     seconds = time.monotonic() - begun
     if as_json:
+        if plan.hint:
+            say(plan.hint)
         print(report.as_json(plan, found, seconds))
     else:
         say(report.body(plan, found, seconds))
@@ -68,7 +72,7 @@ def _compile(
     say: Callable[[str], None],
     *,
     jobs: int,
-    limit: float,
+    limits: crew.Limits,
     cache: str | None,
 ) -> None:
     """Put compiled figures in place of the estimates; the longest compilations come first."""
@@ -89,7 +93,17 @@ def _compile(
         say(report.line(row, estimated[row.name]))
 
     names = sorted(by_name, key=_effort)
-    crew.compile_all(order, names, plan.target.device.platform, jobs=jobs, limit=limit, tell=tell)
+    platform = plan.target.device.platform
+    answers = crew.compile_all(order, names, platform, jobs=jobs, limits=limits, tell=tell)
+    if any("late" in answer for answer in answers):
+        plan.hint = _go_on(cache)
+
+
+def _go_on(cache: str | None) -> str:
+    """What to do about a plan whose time was up."""
+    if cache is None:
+        return "Nothing was kept (--cache=none); give it more time with --limit=SECONDS, or a --cache for a second call to go on from."
+    return f"What was compiled is kept in {cache}: the same command goes on from there; --limit=SECONDS gives it more time."
 
 
 def _effort(name: str) -> int:
@@ -101,14 +115,11 @@ def _effort(name: str) -> int:
 
 
 def _enter(row: Row, answer: dict[str, Any], estimated: memory.Cost | None) -> None:
-    if OUT_OF_MEMORY in answer.get("error", ""):
-        row.cost, row.too_large = estimated, True
-        row.source = (
-            f"estimated; too large for its compiler: {answer['error'].splitlines()[0][:300]}"
-        )
-        return
     if "error" in answer:
-        row.source = answer["error"]
+        row.source = answer["error"].splitlines()[0][:300]
+        if OUT_OF_MEMORY in answer["error"]:
+            row.cost, row.too_large = estimated, True
+            row.source = f"estimated; too large for its compiler: {row.source}"
         return
     # A compiler that knows no host memory counts what is kept there among the arguments; a program has it on the device as well, as a
     # copy that it works on.

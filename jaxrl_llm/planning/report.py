@@ -186,9 +186,15 @@ def _verdict(plan: Plan) -> str:
     more = (ROOMY * device.memory - plan.usable) / GB
     if told and device.platform == "gpu" and more > 1:
         told.append(f"{FRACTION}={ROOMY} would give programs {more:.1f} GB more.")
-    missing = [f"{row.name} ({row.source})" for row in plan.rows if row.cost is None]
+    missing: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if row.cost is None:
+            missing.setdefault(row.source, []).append(row.name)
     if missing:
-        told.append(f"Not complete, no figures for: {'; '.join(missing)}")
+        named = [f"{'; '.join(names)} ({why})" for why, names in missing.items()]
+        told.append(f"Not complete, no figures for: {'; '.join(named)}")
+    if plan.hint:
+        told.append(plan.hint)
     return "\n".join(told)
 
 

@@ -37,7 +37,7 @@ class Row:
 
 @dataclass
 class Plan:
-    """Everything that a report says."""
+    """Everything that a report says; `hint` is what to do about a plan that is not complete, if anything."""
 
     config: Config
     target: targets.Target
@@ -48,6 +48,7 @@ class Plan:
     notes: list[str]
     usable: int
     phases: list[memory.Phase] = field(default_factory=list)
+    hint: str = ""
 
     @property
     def complete(self) -> bool:

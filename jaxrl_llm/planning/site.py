@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm import programs, sharding
 from jaxrl_llm.checks import mesh_shape
@@ -18,6 +20,7 @@ from jaxrl_llm.planning.facts import Facts
 from jaxrl_llm.planning.targets import Target, memory_share
 from jaxrl_llm.planning.topology import local_devices
 from jaxrl_llm.programs import Programs
+from jaxrl_llm.rollout.engine import make_engine
 
 
 class NoRoom(ConfigError):
@@ -60,6 +63,38 @@ def build(config: Config, facts: Facts, target: Target, devices: Sequence[Any]) 
         reader,
         total_steps=facts.total_steps,
     )
+
+
+def on_a_host(made: Programs, devices: Sequence[Any]) -> Programs:
+    """The same programs with the engine's on other devices than the first host's: as many, arranged alike.
+
+    The weight hand-over stays where it is; what it returns is described on the new devices.
+    """
+    engine = made.engine
+    mesh = Mesh(
+        np.array(devices).reshape(made.rollout_mesh.devices.shape),
+        made.rollout_mesh.axis_names,
+        axis_types=made.rollout_mesh.axis_types,
+    )
+    moved = make_engine(
+        engine.config,
+        mesh,
+        dtype=made.actor.network.dtype,
+        stop_ids=engine.stop_ids,
+        decode_text=engine.decode_text,
+        stop_texts=engine.stop_texts,
+        chunk=engine.chunk,
+        max_num_seqs=engine.max_num_seqs,
+        prompt_length=engine.prompt_width,
+        response_length=engine.response_length,
+    )
+
+    def there(leaf: Any) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    handover = replace(made.handover, result=jax.tree.map(there, made.handover.result))
+    return replace(made, rollout_mesh=mesh, engine=moved, handover=handover)
 
 
 def _slots(config: Config, facts: Facts, target: Target, mesh: Mesh) -> int:

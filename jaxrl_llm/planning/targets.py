@@ -186,6 +186,16 @@ def _gpus(device: Device, sizes: tuple[int, ...], slices: int, text: str) -> Tar
     return Target(device, count, -(-count // GPUS_PER_HOST))
 
 
+def decodes_on(target: Target) -> Target:
+    """What the engine's programs, which run on the devices of one process, are compiled for: on TPUs its host alone.
+
+    Within a larger slice the compiler for TPUs refuses sums over all chips of a host whose numbers are not the slice's first.
+    """
+    if not target.grid or target.hosts == 1:
+        return target
+    return Target(target.device, CHIPS_PER_HOST, 1, LEAST[target.device.name])
+
+
 def _names(platform: str) -> str:
     return ", ".join(name for name, device in DEVICES.items() if device.platform == platform)
 

@@ -113,14 +113,17 @@ def main() -> None:
     cache = Path(order["cache"]) if order["cache"] else None
     facts.offline()
     made = site.build(config, facts.from_plain(order["facts"]), target, topology.devices(target))
-    known = {
-        one.name: one for one in lower.step_programs(made, site.prompts_per_host(config, target))
-    }
+    prompts = site.prompts_per_host(config, target)
+    known = {one.name: (one, target) for one in lower.step_programs(made, prompts)}
+    host = targets.decodes_on(target)
+    if host != target:
+        alone = site.on_a_host(made, topology.devices(host))
+        known |= {one.name: (one, host) for one in lower.engine_programs(alone, prompts)}
     print(json.dumps({"ready": sorted(known)}), file=answers, flush=True)
     for line in sys.stdin:
         name = json.loads(line)
         try:
-            found = analysis(known[name], target, cache)
+            found = analysis(*known[name], cache)
         except Exception as problem:
             found = {"error": f"{type(problem).__name__}: {problem}"[:2000]}
         print(json.dumps({"name": name} | found), file=answers, flush=True)

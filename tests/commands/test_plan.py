@@ -77,6 +77,8 @@ def test_files_that_are_here_are_read(capsys):
         (["--hardware=h100:8"], "--config is missing"),
         ([QUICK, "--hardware=h100:8", "--jobs=3"], "--jobs: got '3', need 1 or 2"),
         ([QUICK, "--hardware=h100:8", "--timeout=soon"], "--timeout: got 'soon'"),
+        ([QUICK, "--hardware=h100:8", "--limit=0"], "--limit: got '0', need whole seconds, 1 or more"),
+        ([QUICK, "--hardware=h100:8", "--limit="], "--limit: got ''"),
         ([QUICK, "--hardware=h100:8", "--json=perhaps"], "--json: got 'perhaps'"),
         ([QUICK, "--hardware=h100:8", "--rollout.n=1"], "rollout.n = 1"),
         ([QUICK, "--hardware=h100:8", "--estimat"], "--estimat: needs a value"),
@@ -135,14 +137,17 @@ def test_help_names_hardware_and_exit_codes(capsys):
 
 
 def answers(monkeypatch, missing=(), why="not finished after 600 seconds"):
-    """A crew whose children compile nothing: each program takes 1 GB, some have no figures."""
+    """A crew whose children compile nothing: each program takes 1 GB, some have no figures (`why`: `None` where time was up)."""
 
-    def compile_all(order, names, platform, *, jobs, limit, tell):
+    def compile_all(order, names, platform, *, jobs, limits, tell):
+        told = []
         for name in names:
             size = {"arguments": 10**9, "results": 0, "temporaries": 0, "host_arguments": 0}
             done = {"sent": {}, "abroad": 0.0, "seconds": 1.0, "cached": False}
-            gone = {"error": why}
-            tell({"name": name} | (gone if name in missing else size | done))
+            gone = limits.late(name) if why is None else {"error": why}
+            told.append({"name": name} | (gone if name in missing else size | done))
+            tell(told[-1])
+        return told
 
     monkeypatch.setattr(crew, "compile_all", compile_all)
     monkeypatch.setattr(topology, "check_compiler", lambda target: None)
@@ -162,6 +167,24 @@ def test_an_unfinished_program_makes_the_plan_partial(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "Not complete, no figures for: actor update (not finished after 600 seconds)" in out
     assert "What frees memory" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [(["--hardware=h100:8"], 300), (["--hardware=v6e:4x4"], 720), (["--hardware=h100:8", "--limit=7"], 7)],
+)  # fmt: skip
+def test_a_plan_whose_time_is_up_says_so_and_how_to_go_on(words, seconds, capsys, monkeypatch):
+    answers(monkeypatch, missing=("actor update", "advantages"), why=None)
+    assert planned(REFERENCE, *words, "--cache=/some/where") == 1
+    out = capsys.readouterr().out
+    late = f"not compiled: the plan's {seconds} s were up"
+    assert f"no figures for: advantages; actor update ({late})" in out
+    assert "What was compiled is kept in /some/where: the same command goes on from there" in out
+    assert "It fits" not in out and "It does not fit" not in out
+    assert planned(REFERENCE, *words, "--cache=none", "--json") == 1
+    told = capsys.readouterr()
+    assert "Nothing was kept (--cache=none)" in told.err
+    assert late in {row["source"] for row in json.loads(told.out)["programs"]}
 
 
 def test_json_of_a_partial_plan_does_not_say_that_it_fits(capsys, monkeypatch):

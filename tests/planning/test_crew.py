@@ -17,10 +17,12 @@ import json, os, sys, time
 order = json.loads(sys.stdin.readline())
 if order.get("broken"):
     sys.exit("no such compiler")
+if "pids" in order:
+    open(order["pids"], "a").write(f"{os.getpid()} ")
 print(json.dumps({"ready": []}), flush=True)
 for line in sys.stdin:
     name = json.loads(line)
-    if name == "slow":
+    if name.startswith("slow"):
         time.sleep(60)
     if name == "dies":
         print("Fatal: out of luck", file=sys.stderr)
@@ -33,10 +35,12 @@ for line in sys.stdin:
 def asked(monkeypatch):
     monkeypatch.setattr(crew, "COMMAND", [sys.executable, "-c", CHILD])
 
-    def ask(names, order=None, **how):
+    def ask(names, order=None, *, jobs=1, limit=20.0, whole=60.0):
         heard = []
-        options = {"jobs": 1, "limit": 20.0} | how
-        answers = crew.compile_all(order or {}, names, "gpu", tell=heard.append, **options)
+        limits = crew.Limits(limit, whole, time.monotonic())
+        answers = crew.compile_all(
+            order or {}, names, "gpu", jobs=jobs, limits=limits, tell=heard.append
+        )
         assert answers == heard
         return {answer["name"]: answer for answer in answers}
 
@@ -57,6 +61,26 @@ def test_one_that_takes_too_long_is_given_up_and_the_rest_goes_on(asked):
     assert found["slow"]["error"] == "not finished after 2 seconds"
     assert found["a"]["pid"] != found["b"]["pid"], "a new child went on"
     assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_when_the_plans_time_is_up_what_runs_is_ended_and_the_rest_is_named(jobs, asked, tmp_path):
+    begun, pids = time.monotonic(), tmp_path / "pids"
+    names = ["a", *[f"slow {number}" for number in range(jobs)], "b", "c"]
+    found = asked(names, {"pids": str(pids)}, jobs=jobs, whole=3.0)
+    assert time.monotonic() - begun < 20
+    assert "pid" in found.pop("a")
+    late = {"error": "not compiled: the plan's 3 s were up", "late": True}
+    assert found == {name: {"name": name} | late for name in names[1:]}
+    started = pids.read_text().split()
+    assert len(started) == jobs, "no child is started anew"
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_a_program_whose_own_time_is_up_is_not_the_plans_fault(asked):
+    assert "late" not in asked(["slow"], limit=1.0)["slow"]
 
 
 def test_a_child_that_dies_is_named_with_its_last_words(asked):
@@ -80,11 +104,12 @@ open(sys.argv[1], "a").write(f"{os.getpid()} ")
 time.sleep(300)
 """
 INTERRUPTED = """
-import sys
+import sys, time
 from jaxrl_llm.planning import crew
 crew.COMMAND = [sys.executable, "-c", *sys.argv[1:]]
 try:
-    crew.compile_all({}, ["a", "b", "c"], "gpu", jobs=2, limit=250.0, tell=print)
+    limits = crew.Limits(250.0, 250.0, time.monotonic())
+    crew.compile_all({}, ["a", "b", "c"], "gpu", jobs=2, limits=limits, tell=print)
 except KeyboardInterrupt:
     sys.exit(75)
 """

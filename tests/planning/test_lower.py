@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm import assembly, packing, scoring, sharding
 from jaxrl_llm.checks import MeshShape
-from jaxrl_llm.planning import lower
+from jaxrl_llm.planning import lower, site
 from tests import rig
 
 MESH = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
@@ -154,6 +154,24 @@ def test_rows_are_described_and_counted_as_packing_makes_them(how):
     for got, want in zip(jax.tree.leaves(planned), jax.tree.leaves(placed), strict=True):
         assert (got.shape, got.dtype, got.sharding) == (want.shape, want.dtype, want.sharding)
     assert host.micros.tolist() == [lower.full_micro_batches(layout)] * 4
+
+
+def test_the_engine_for_a_host_alone_is_the_same_program():
+    """On other devices, letter by letter; the weight hand-over stays where it is."""
+    settings = {"mesh.data": 4, "rollout.tensor_model_parallel_size": 2, "rollout.max_num_seqs": 8}
+    parts = rig.build(rig.ALGORITHMS["grpo"] | settings | {"rollout.stop": "[done]"}, count=4)
+    prompts = parts.config.data.train_batch_size
+    moved = site.on_a_host(parts, jax.devices()[4:8])
+    pairs = zip(
+        lower.rollout_programs(parts, prompts), lower.rollout_programs(moved, prompts), strict=True
+    )
+    for here, there in pairs:
+        assert (here.name, here.runs) == (there.name, there.runs)
+        if here.largest:
+            assert digest(here.fn, *here.args, **here.kwargs) == digest(there.fn, *there.args, **there.kwargs), here.name  # fmt: skip
+        used = {device for leaf in jax.tree.leaves(there.args) if leaf.sharding for device in leaf.sharding.device_set}  # fmt: skip
+        first = 0 if here.name == "weight hand-over" else 4
+        assert used == set(jax.devices()[first : first + 4]), here.name
 
 
 def test_bytes_held_are_those_of_a_shard_in_its_memory():

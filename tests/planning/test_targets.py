@@ -107,3 +107,12 @@ def test_both_names_of_the_share_are_refused_as_jax_refuses_them(monkeypatch):
     monkeypatch.setenv(targets.OLD_FRACTION, "0.9")
     with pytest.raises(ConfigError, match="are both set, need one of them"):
         targets.memory_share(targets.DEVICES["h100"])
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [("v6e:4x4", "v6e:2x2"), ("v5p:2x2x2", "v5p:2x2x1"), ("v5e:2x2*2", "v5e:2x2"), ("v5e:2x2", "v5e:2x2"),
+     ("v6e:1x1", "v6e:1x1"), ("h100:64", "h100:64")],
+)  # fmt: skip
+def test_a_tpus_host_is_a_slice_by_itself(text, host):
+    assert targets.decodes_on(targets.parse(text)) == targets.parse(host)
