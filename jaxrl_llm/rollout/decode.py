@@ -29,6 +29,9 @@ from jaxrl_llm.rollout.sampling import Sampling, row_keys, sample, uniforms
 Array = jax.Array
 Constrain = Callable[[Array, str], Array]
 
+TILE = (8, 128)
+"""Rows and width of a tile of a TPU's memory."""
+
 
 @struct.dataclass
 class DecodeState:
@@ -227,9 +230,31 @@ def _view(config: ModelConfig, state: DecodeState) -> tuple[_View, Array]:
 
 
 def _write(stack: Array, new: Array, layer: Array, column: Array) -> Array:
-    """`stack [L B K S H]` with `new [B K H]` at each lane's column; a column past the end is dropped."""
+    """`stack [L B K S H]` with `new [B K H]` at each lane's column; a column past the end is dropped.
+
+    TPUs write whole tiles where columns and heads are made of such: what is written column by column XLA lays out anew, columns
+    before heads, when a chunk begins, and back when it ends.
+    """
+    given = (stack, new.astype(stack.dtype), layer, column)
+    if stack.shape[3] % TILE[0] or stack.shape[4] % TILE[1]:
+        return _write_column(*given)
+    return jax.lax.platform_dependent(*given, tpu=_write_tile, default=_write_column)
+
+
+def _write_column(stack: Array, new: Array, layer: Array, column: Array) -> Array:
     lanes = jnp.arange(new.shape[0])
-    return stack.at[layer, lanes, :, column].set(new.astype(stack.dtype), mode="drop")
+    return stack.at[layer, lanes, :, column].set(new, mode="drop")
+
+
+def _write_tile(stack: Array, new: Array, layer: Array, column: Array) -> Array:
+    """What `_write_column` writes, with the columns around it as they are."""
+    rows, lanes = TILE[0], jnp.arange(new.shape[0])
+    tiles = stack.reshape(*stack.shape[:3], -1, rows, stack.shape[4])
+    tile = jnp.minimum(column // rows, tiles.shape[3] - 1)
+    here = tile[:, None] * rows + jnp.arange(rows) == column[:, None]
+    old = tiles[layer, lanes, :, tile]
+    changed = jnp.where(here[:, None, :, None], new[:, :, None], old)
+    return tiles.at[layer, lanes, :, tile].set(changed).reshape(stack.shape)
 
 
 def _decode_mixer(

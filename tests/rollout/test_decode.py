@@ -262,3 +262,30 @@ def test_decoding_writes_keys_in_place_and_copies_no_weights():
     assert size(weights) > 2e6
     assert memory.temp_size_in_bytes <= size((state.own, state.prompt)) + size(weights) / 10
     assert memory.alias_size_in_bytes >= size((state.own, state.prompt))
+
+
+@pytest.mark.parametrize("columns", [8, 24])
+def test_whole_tiles_and_single_columns_write_the_same(columns):
+    """Whatever the lane's column: the first, the last, one past the end."""
+    shape, layer = (2, 5, 3, columns, 4), jnp.int32(1)
+    stack = jax.random.normal(jax.random.key(0), shape)
+    new = jax.random.normal(jax.random.key(1), (5, 3, 4))
+    column = jnp.int32([0, columns - 1, columns, 5, columns + 9])
+    by_hand = np.array(stack)
+    for lane in (0, 1, 3):
+        by_hand[1, lane, :, column[lane]] = new[lane]
+    for write in (decode._write_tile, decode._write_column, decode._write):
+        np.testing.assert_array_equal(jax.jit(write)(stack, new, layer, column), by_hand)
+
+
+def test_keys_of_whole_tiles_are_written_by_tiles_on_tpus_alone():
+    def text(columns: int, size: int, platform: str) -> str:
+        stack = jax.ShapeDtypeStruct((2, 5, 3, columns, size), jnp.bfloat16)
+        new = jax.ShapeDtypeStruct((5, 3, size), jnp.bfloat16)
+        args = (stack, new, jnp.int32(1), jnp.zeros(5, jnp.int32))
+        return jax.jit(decode._write).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+    whole = "2x5x3x2x8x128"
+    assert whole in text(16, 128, "tpu")
+    assert whole not in text(16, 128, "cpu") and whole not in text(16, 128, "cuda")
+    assert "x8x" not in text(20, 128, "tpu") and "x8x" not in text(16, 64, "tpu")
