@@ -353,8 +353,9 @@ def decode_chunk(
             compute_dtype=dtype, constrain=constrain,
         )  # fmt: skip
         # Whole on every device of a tensor group. Sampled in parts, a token would cost a dozen exchanges, among them shifts
-        # along the vocabulary, which wait for the devices of all shards.
-        logits = constrain(heads.logits(config, params, hidden[:, 0], compute_dtype=dtype), "BD")
+        # along the vocabulary, which wait for the devices of all shards. First in parts, or XLA may gather the head instead.
+        logits = heads.logits(config, params, hidden[:, 0], compute_dtype=dtype)
+        logits = constrain(constrain(logits, "BV"), "BD")
         drawn = sample(logits, uniforms(state.keys, state.lengths), sampling)
         lengths = state.lengths + active
         ended = active & is_stop(drawn.tokens, stop_ids)
