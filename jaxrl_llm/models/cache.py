@@ -47,8 +47,15 @@ def grow(kv: KV, columns: int) -> KV:
 
 
 def take(kv: KV, rows: jax.Array) -> KV:
-    """The rows with these numbers `[W]`, in their order."""
-    return KV(jnp.take(kv.k, rows, axis=1), jnp.take(kv.v, rows, axis=1))
+    """The rows with these numbers `[W]`, in their order, copied one by one: XLA's gather of rows this long needs room for
+    another copy on TPUs."""
+
+    def put(place: jax.Array, into: KV) -> KV:
+        return copy_row(into, place, kv, rows[place])
+
+    shape = (kv.k.shape[0], rows.shape[0], *kv.k.shape[2:])
+    empty = KV(jnp.zeros(shape, kv.k.dtype), jnp.zeros(shape, kv.v.dtype))
+    return jax.lax.fori_loop(0, rows.shape[0], put, empty)
 
 
 def copy_row(into: KV, row: jax.Array, source: KV, source_row: jax.Array) -> KV:
