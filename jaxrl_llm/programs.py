@@ -26,6 +26,7 @@ from jaxrl_llm.networks import (
     trained_networks,
 )
 from jaxrl_llm.records import Params
+from jaxrl_llm.rollout.decode import TILE
 from jaxrl_llm.rollout.engine import Engine, make_engine
 from jaxrl_llm.rollout.handover import Handover, make_handover
 from jaxrl_llm.rollout.queue import PREFILL_TOKENS, previous_columns
@@ -33,7 +34,7 @@ from jaxrl_llm.rollout.queue import PREFILL_TOKENS, previous_columns
 PROMPT_STEP = 16
 """Prompt widths of the engine are multiples of this."""
 TWICE = ("tpu",)
-"""Platforms on which a chunk holds keys and values twice: XLA lays them out anew."""
+"""Platforms on which XLA lays keys and values out anew for a chunk, unless their heads are whole tiles wide."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +154,18 @@ def _engine(
     )
 
 
+def relaid(model: families.ModelConfig, mesh: Mesh) -> bool:
+    """Whether a chunk holds keys and values twice: on the platforms of `TWICE`, where heads are not whole tiles wide."""
+    return sharding.platform(mesh) in TWICE and model.head_size % TILE[1] != 0
+
+
 def fitting_slots(
     config: Config, model: families.ModelConfig, dtype: Any, mesh: Mesh, limit: int, prompts: int
 ) -> int:
     """Sequences of full length that the devices of a rollout mesh hold beside the weights' copy and a bank of prompts.
 
     Counted with the second copy of keys that some moments need: old and new while they grow to the last columns or narrow to half
-    of the slots, and all of them on the platforms of `TWICE`.
+    of the slots, and all of them where `relaid`.
 
     `limit` is a device's memory in bytes, of which `rollout.gpu_memory_utilization` may be filled; `prompts` are sampled at once.
     Raises `ConfigError` where not even one fits.
@@ -170,7 +176,7 @@ def fitting_slots(
     tensor, shards = mesh.shape["tensor"], sharding.shards(mesh)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype.itemsize / tensor
     growing = columns + previous_columns(limit_tokens)
-    twice = sharding.platform(mesh) in TWICE
+    twice = relaid(model, mesh)
     each = token * max(2.0 * columns if twice else 1.5 * columns, growing)
     weights = dtype.itemsize * families.parameter_count(model) / tensor
     bank = token * min(max(PREFILL_TOKENS, longest), -(-prompts // shards) * longest)
