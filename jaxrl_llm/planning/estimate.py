@@ -19,7 +19,7 @@ from jaxrl_llm.planning.hlo import Traffic
 from jaxrl_llm.planning.lower import Lowering, held
 from jaxrl_llm.planning.memory import Cost
 from jaxrl_llm.planning.targets import Target
-from jaxrl_llm.programs import Programs
+from jaxrl_llm.programs import Programs, relaid
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class Copies:
     tables that is left where nothing has to be gathered.
     Scoring: `relaid` shares of the parameters that are laid out anew, `gathered` whole tables in the format that they are
     kept in, `spread` arrays of cells, `broad` wide arrays.
-    Decoding: `own` copies of the lanes' keys and values, `prompts` of the prompts' where own columns are the longer ones; `whole` heads
-    where all devices decode the same lanes; `tile` rows of a tile in memory, below which kernels are laid out anew; `bank` copies of
-    a bank in use; `picked` the share of narrowed lanes that is copied twice, `pieces` that of arrays that are taken piece by piece.
+    Decoding: `own` copies of the lanes' keys and values where a chunk lays them out anew, `prompts` of the prompts' where own columns are
+    the longer ones; `tile` rows of a tile in memory, below which kernels are laid out anew; `bank` copies of a bank in use.
     """
 
     gradients: float
@@ -56,21 +55,16 @@ class Copies:
     broad: float
     own: float
     prompts: float
-    whole: float
     tile: int
     bank: float
-    picked: float
-    pieces: float
 
 
 COPIES = {
     "gpu": Copies(gradients=2, kernels=0, tables=5.5, hoisted=1, tied=3.8, logits=1, valued=2, local=0.45, wide=4, cells=9, layers=2,
-                  relaid=0.33, gathered=1, spread=4, broad=1, own=0, prompts=0.5, whole=0, tile=1, bank=1, picked=0, pieces=0),
+                  relaid=0.33, gathered=1, spread=4, broad=1, own=0, prompts=0.5, tile=1, bank=1),
     "tpu": Copies(gradients=3, kernels=1, tables=9.2, hoisted=0, tied=6.2, logits=0, valued=4.2, local=0.53, wide=12, cells=0, layers=0,
-                  relaid=0.5, gathered=0, spread=0, broad=8, own=1, prompts=0, whole=2, tile=16, bank=0, picked=0.45, pieces=1.6),
+                  relaid=0.5, gathered=0, spread=0, broad=8, own=1, prompts=0, tile=16, bank=0),
 }  # fmt: skip
-PIECE_COLUMNS, PIECE_BYTES = 512, 2**31
-"""TPUs take lanes of caches of so few columns and bytes from all arrays at once, each in pieces; larger ones one after another."""
 LANES = 128
 """Numbers in a row of a TPU's tile."""
 
@@ -244,27 +238,24 @@ def _bank(model: ModelConfig, rows: int, width: int, tensor: int, narrow: int) -
 
 
 def _advance(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:
-    """A layer's MLP, logits thrice, and the copies that a compiler makes to lay keys, kernels and the head out anew."""
+    """A layer's MLP, logits thrice, and the copies that a compiler makes to lay keys and kernels out anew."""
     state, model, mesh = one.args[1], programs.engine.config, programs.rollout_mesh
     lanes = state.last.shape[0] // sharding.shards(mesh)
     longer = state.own.columns > state.prompt.columns
-    keys = how.own * held(state.own) + how.prompts * held(state.prompt) * longer
+    own = how.own * held(state.own) * relaid(model, mesh)
+    keys = own + how.prompts * held(state.prompt) * longer
     kernels = _relaid_kernels(programs, how.tile) if how.tile > 1 else 0
-    if sharding.shards(mesh) == 1 and mesh.shape["tensor"] > 1:
-        kernels += (
-            how.whole * programs.actor.network.dtype.itemsize * model.vocab_size * model.width
-        )
     return 0, keys + kernels + 12 * lanes * model.vocab_size + 2 * model.width * model.hidden
 
 
 def _relaid_kernels(programs: Programs, tile: int) -> float:
-    """Kernels whose last axes do not fill tiles: those of queries, keys and values with few heads, one of an MLP of odd width."""
+    """Kernels whose last axes do not fill tiles: those of queries, keys and values with few heads, two of an MLP of odd width."""
     model, tensor = programs.engine.config, programs.rollout_mesh.shape["tensor"]
     heads = [model.num_heads / tensor, model.num_kv_heads / tensor, model.num_kv_heads / tensor]
     rows = sum(one * model.head_size for one in heads if one < tile)
     odd = model.hidden / tensor if model.hidden / tensor % LANES else 0
     narrow = programs.actor.network.dtype.itemsize
-    return narrow * model.num_layers * model.width * (rows + odd)
+    return narrow * model.num_layers * model.width * (rows + 2 * odd)
 
 
 def _grow(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:
@@ -276,14 +267,7 @@ def _narrow(programs: Programs, one: Lowering, how: Copies) -> tuple[float, floa
     state, lanes = one.args
     share = lanes.shape[0] / state.last.shape[0]
     units = lanes.shape[0] / state.seen.shape[0]
-    own, prompt = held(state.own) * share, held(state.prompt) * units
-    taken: dict[int, float] = {}
-    for cache, size in ((state.own, own), (state.prompt, prompt)):
-        if cache.columns <= PIECE_COLUMNS and size / 2 < PIECE_BYTES:
-            taken[cache.columns] = taken.get(cache.columns, 0) + size
-    return own + prompt, max(
-        how.picked * (own + prompt), how.pieces * max(taken.values(), default=0)
-    )
+    return held(state.own) * share + held(state.prompt) * units, 0
 
 
 def _insert(programs: Programs, one: Lowering, how: Copies) -> tuple[float, float]:

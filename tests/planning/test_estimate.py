@@ -4,12 +4,13 @@
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import pytest
 
-from jaxrl_llm.planning import estimate, lower, memory, targets
+from jaxrl_llm.planning import estimate, lower, memory, sheet, targets
 from tests import rig as runs
 from tests.planning import rig
 
@@ -62,6 +63,20 @@ def test_more_is_kept_where_less_is_computed_again():
     model = rig.sketched("grpo_deepseek7b", "h100:8")[1].programs.actor.network.config
     full, dots, none = (estimate.kept_width(model, remat, 1) for remat in ("full", "dots", "none"))
     assert full == 4096 and dots == 2 * 4096 + 3 * 4096 + 2 * 11008 and none > dots
+
+
+def test_slots_leave_room_for_a_second_copy_where_heads_are_part_of_a_tile():
+    """32 heads of 128, and 64 of 64 with as many parameters and bytes of keys: on TPUs these take 2 of their own instead of 1.5."""
+    for hardware, expected in (("v5p:2x2x2", [178, 134]), ("h100:8", [204, 204])):
+        known, whole = rig.sketched("grpo_deepseek7b", hardware)
+        model = replace(known.policy, head_size=64, num_heads=64, num_kv_heads=64)
+        target = targets.parse(hardware)
+        config = rig.settings("grpo_deepseek7b", {}, target)
+        halves = sheet.sketch(config, replace(known, policy=model, valuer=model), target, [])
+        slots = [plan.programs.config.rollout.max_num_seqs for plan in (whole, halves)]
+        assert slots == expected
+        relaid = [estimate.relaid(plan.programs.engine.config, plan.programs.rollout_mesh) for plan in (whole, halves)]  # fmt: skip
+        assert relaid == [False, hardware == "v5p:2x2x2"]
 
 
 def test_scaling_out_divides_what_is_split():
