@@ -34,7 +34,7 @@ from jaxrl_llm.rollout.queue import PREFILL_TOKENS, previous_columns
 PROMPT_STEP = 16
 """Prompt widths of the engine are multiples of this."""
 TWICE = ("tpu",)
-"""Platforms on which XLA lays keys and values out anew for a chunk, unless their heads are whole tiles wide."""
+"""Platforms on which XLA lays keys and values out anew for a chunk, unless columns and heads are whole tiles."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,13 @@ def _engine(
     )
 
 
-def relaid(model: families.ModelConfig, mesh: Mesh) -> bool:
-    """Whether a chunk holds keys and values twice: on the platforms of `TWICE`, where heads are not whole tiles wide."""
-    return sharding.platform(mesh) in TWICE and model.head_size % TILE[1] != 0
+def relaid(model: families.ModelConfig, mesh: Mesh, columns: int) -> bool:
+    """Whether a chunk holds keys and values of so many own columns twice: on the platforms of `TWICE`, where these and the heads are
+    not whole tiles."""
+    return sharding.platform(mesh) in TWICE and (columns % TILE[0], model.head_size % TILE[1]) != (
+        0,
+        0,
+    )
 
 
 def fitting_slots(
@@ -176,7 +180,7 @@ def fitting_slots(
     tensor, shards = mesh.shape["tensor"], sharding.shards(mesh)
     token = 2 * model.num_layers * model.num_kv_heads * model.head_size * dtype.itemsize / tensor
     growing = columns + previous_columns(limit_tokens)
-    twice = relaid(model, mesh)
+    twice = relaid(model, mesh, limit_tokens)
     each = token * max(2.0 * columns if twice else 1.5 * columns, growing)
     weights = dtype.itemsize * families.parameter_count(model) / tensor
     bank = token * min(max(PREFILL_TOKENS, longest), -(-prompts // shards) * longest)

@@ -242,7 +242,7 @@ def _advance(programs: Programs, one: Lowering, how: Copies) -> tuple[float, flo
     state, model, mesh = one.args[1], programs.engine.config, programs.rollout_mesh
     lanes = state.last.shape[0] // sharding.shards(mesh)
     longer = state.own.columns > state.prompt.columns
-    own = how.own * held(state.own) * relaid(model, mesh)
+    own = how.own * held(state.own) * relaid(model, mesh, state.own.columns)
     keys = own + how.prompts * held(state.prompt) * longer
     kernels = _relaid_kernels(programs, how.tile) if how.tile > 1 else 0
     return 0, keys + kernels + 12 * lanes * model.vocab_size + 2 * model.width * model.hidden

@@ -65,7 +65,7 @@ def test_more_is_kept_where_less_is_computed_again():
     assert full == 4096 and dots == 2 * 4096 + 3 * 4096 + 2 * 11008 and none > dots
 
 
-def test_slots_leave_room_for_a_second_copy_where_heads_are_part_of_a_tile():
+def test_slots_leave_room_for_a_second_copy_where_heads_or_columns_are_part_of_a_tile():
     """32 heads of 128, and 64 of 64 with as many parameters and bytes of keys: on TPUs these take 2 of their own instead of 1.5."""
     for hardware, expected in (("v5p:2x2x2", [178, 134]), ("h100:8", [204, 204])):
         known, whole = rig.sketched("grpo_deepseek7b", hardware)
@@ -75,8 +75,11 @@ def test_slots_leave_room_for_a_second_copy_where_heads_are_part_of_a_tile():
         halves = sheet.sketch(config, replace(known, policy=model, valuer=model), target, [])
         slots = [plan.programs.config.rollout.max_num_seqs for plan in (whole, halves)]
         assert slots == expected
-        relaid = [estimate.relaid(plan.programs.engine.config, plan.programs.rollout_mesh) for plan in (whole, halves)]  # fmt: skip
-        assert relaid == [False, hardware == "v5p:2x2x2"]
+        on_tpu = hardware == "v5p:2x2x2"
+        mesh = whole.programs.rollout_mesh
+        for columns, again in ((1024, (False, on_tpu)), (1020, (on_tpu, on_tpu))):
+            found = [estimate.relaid(one, mesh, columns) for one in (known.policy, model)]
+            assert tuple(found) == again
 
 
 def test_scaling_out_divides_what_is_split():
