@@ -57,20 +57,20 @@ def test_every_program_is_answered_once_by_at_most_two_children(asked):
 
 def test_one_that_takes_too_long_is_given_up_and_the_rest_goes_on(asked):
     begun = time.monotonic()
-    found = asked(["a", "slow", "b"], limit=1.5)
-    assert found["slow"]["error"] == "not finished after 2 seconds"
+    found = asked(["a", "slow", "b"], limit=4.0)
+    assert found["slow"]["error"] == "not finished after 4 seconds"
     assert found["a"]["pid"] != found["b"]["pid"], "a new child went on"
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_when_the_plans_time_is_up_what_runs_is_ended_and_the_rest_is_named(jobs, asked, tmp_path):
     begun, pids = time.monotonic(), tmp_path / "pids"
     names = ["a", *[f"slow {number}" for number in range(jobs)], "b", "c"]
-    found = asked(names, {"pids": str(pids)}, jobs=jobs, whole=3.0)
-    assert time.monotonic() - begun < 20
+    found = asked(names, {"pids": str(pids)}, jobs=jobs, whole=8.0)
+    assert time.monotonic() - begun < 60
     assert "pid" in found.pop("a")
-    late = {"error": "not compiled: the plan's 3 s were up", "late": True}
+    late = {"error": "not compiled: the plan's 8 s were up", "late": True}
     assert found == {name: {"name": name} | late for name in names[1:]}
     started = pids.read_text().split()
     assert len(started) == jobs, "no child is started anew"
