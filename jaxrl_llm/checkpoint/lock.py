@@ -71,11 +71,12 @@ class RunLock:
         threading.Thread(target=self._renew, name="run lock", daemon=True).start()
 
     def release(self) -> None:
-        """Give the folder back; does nothing the second time, and nothing in a forked child."""
+        """Give the folder back; does nothing the second time, in a forked child, and to a lock that another process has signed since."""
         if self._file is None or os.getpid() != self._pid:
             return
         self._over.set()
-        self.path.unlink(missing_ok=True)
+        if _holder(self._file) == self._mine:
+            self.path.unlink(missing_ok=True)
         os.close(self._file)
         self._file = None
         atexit.unregister(self.release)

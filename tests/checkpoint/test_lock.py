@@ -167,3 +167,10 @@ def test_a_holder_whose_lock_was_taken_over_ends(tmp_path):
     said = holder.communicate()[1]
     assert "taken over by" in said and "elsewhere" in said
     assert json.loads((tmp_path / "run.lock").read_text()) == ELSEWHERE
+
+
+def test_a_lock_that_was_taken_over_is_not_given_back_by_its_former_holder(tmp_path):
+    """It wakes up, ends at once and must leave the new holder's lock alone."""
+    with RunLock(tmp_path, beat_seconds=600) as lock:
+        lock.path.write_text(json.dumps(ELSEWHERE))
+    assert json.loads(lock.path.read_text()) == ELSEWHERE
