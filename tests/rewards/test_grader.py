@@ -133,7 +133,7 @@ def test_batch_with_bombs_and_normal_samples():  # D07, E9
         grader.grade([sample("5")])
         start = time.monotonic()
         grades = grader.grade(samples)
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start <= 2.0 * math.ceil(len(bombs) / 2) + 5
     assert [grade.score for grade in grades[len(bombs) :]] == [1.0] * 60
     assert all(grade.score == 0.0 or grade.timed_out for grade in grades[: len(bombs)])
     assert [grade.score for grade in grades[:5]] == [0.0] * 5

@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import subprocess
@@ -123,7 +124,7 @@ def test_hanging_calls_fail_alone_and_in_time(quick):  # E2, D09
     run(quick, ["warm", "warm"])
     start = time.monotonic()
     outcomes = run(quick, [*bad, *(["good"] * 60)])
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start <= LIMIT * math.ceil(len(bad) / 2) + 5
     assert [outcome.timed_out for outcome in outcomes] == [True] * 5 + [False] * 60
     assert all("no result within 1 s" in outcome.failure for outcome in outcomes[:5])
     assert [outcome.value for outcome in outcomes[5:]] == [1.0] * 60
